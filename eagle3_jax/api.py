@@ -1,0 +1,271 @@
+"""What a model computes, as plain functions: text to ids, scores of a target, scores and chains of a draft.
+
+Dimension letters: B rows, T tokens, P padded prompt length, N layers, H width, V vocabulary, A taps,
+Vd the draft's vocabulary.
+"""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+from jax import Array
+
+from eagle3_jax.cache.paged import blocks_for
+from eagle3_jax.checkpoint.drafts import Draft
+from eagle3_jax.checkpoint.targets import Target
+from eagle3_jax.decoding.drafters import Eagle3Drafter, Verified
+from eagle3_jax.errors import Eagle3Error
+from eagle3_jax.models.attention import causal_attention
+from eagle3_jax.models.eagle3 import Eagle3, shared_weights
+from eagle3_jax.models.llama import Llama
+from eagle3_jax.text import Message
+
+SMALLEST_BUCKET = 32
+_BLOCK_SIZE = 32
+
+
+@struct.dataclass
+class Score:
+    """What a target computes for given tokens.
+
+    Attributes:
+        logits: float32 [B, T, V], of the token after each position.
+        hidden_states: [N+1, B, T, H]; [k] is the residual stream after k layers, before the final norm.
+    """
+
+    logits: Array
+    hidden_states: Array
+
+
+def encode(
+    target: Target, chats: Sequence[Sequence[Message]], bucket_sizes: Sequence[int] | None = None
+) -> tuple[Array, Array]:
+    """Token ids of chats, ready for the assistant's answer.
+
+    Args:
+        target: the target, with a tokenizer and a chat template.
+        chats: a list of chats; each is a list of {"role": str, "content": str}.
+        bucket_sizes: as in `encode_ids`.
+
+    Returns:
+        int32 [B, P] ids padded at the end, and int32 [B] lengths.
+
+    Raises:
+        Eagle3Error: no tokenizer, malformed chats, or a chat that does not fit the context.
+
+    Example:
+        >>> ids, lengths = encode(target, [[{"role": "user", "content": "Hi"}]])  # doctest: +SKIP
+    """
+    if target.tokenizer is None:
+        raise Eagle3Error(f"{target.name} has no tokenizer; give token ids to encode_ids instead")
+    if isinstance(chats, str) or not all(isinstance(chat, list | tuple) for chat in chats):
+        raise Eagle3Error("chats must be a list of chats, each a list of messages {role, content}")
+    return encode_ids(target, [target.tokenizer.encode_chat(chat) for chat in chats], bucket_sizes)
+
+
+def encode_ids(
+    target: Target, rows: Sequence[Sequence[int]], bucket_sizes: Sequence[int] | None = None
+) -> tuple[Array, Array]:
+    """Prompts of token ids as one padded batch.
+
+    The padded length is a bucket, so that prompts of similar lengths share one compiled program.
+
+    Args:
+        target: the target.
+        rows: a list of prompts, each a non-empty list of ids.
+        bucket_sizes: padded lengths to choose from; None is powers of two from 32 up to the context.
+
+    Returns:
+        int32 [B, P] ids padded at the end with 0, and int32 [B] lengths.
+
+    Raises:
+        Eagle3Error: no prompts, an empty one, one longer than the context or the largest bucket, or an id that
+            is not in the vocabulary.
+
+    Example:
+        >>> encode_ids(target, [[1, 2, 3]])[0].shape  # doctest: +SKIP
+        (1, 32)
+    """
+    config = target.model.config
+    if isinstance(rows, str) or not rows or not all(isinstance(row, list | tuple) and row for row in rows):
+        raise Eagle3Error("prompts must be a non-empty list of non-empty lists of token ids")
+    for row in rows:
+        for i in row:
+            if isinstance(i, bool) or not isinstance(i, int | np.integer) or not 0 <= i < config.vocab_size:
+                raise Eagle3Error(f"{i!r:.40} is no token id; 0 to {config.vocab_size - 1} are")
+    longest = max(map(len, rows))
+    if longest >= config.max_position:
+        raise Eagle3Error(
+            f"a prompt of {longest} tokens leaves no room in the context of {config.max_position}; shorten it"
+        )
+    ids = np.zeros((len(rows), _bucket(longest, config.max_position, bucket_sizes)), np.int32)
+    for padded, row in zip(ids, rows, strict=True):
+        padded[: len(row)] = row
+    return jnp.asarray(ids), jnp.asarray([len(row) for row in rows], jnp.int32)
+
+
+def _bucket(length: int, context: int, sizes: Sequence[int] | None) -> int:
+    if sizes is None:
+        return min(max(SMALLEST_BUCKET, 1 << (length - 1).bit_length()), context)
+    fitting = [size for size in sizes if length <= size <= context]
+    if not fitting:
+        raise Eagle3Error(f"no bucket of {list(sizes)} holds a prompt of {length} tokens within {context}")
+    return min(fitting)
+
+
+def score(target: Target, ids: Array | np.ndarray, lengths: Array | np.ndarray | None = None) -> Score:
+    """Logits and all hidden states of a target at every position.
+
+    Args:
+        target: the target.
+        ids: int [B, T], padded at the end.
+        lengths: int [B], real tokens of each row; what lies past them comes back as 0. None: all are real.
+
+    Returns:
+        The scores; attention is causal, so padding changes no real row.
+
+    Raises:
+        Eagle3Error: shapes that do not fit, more tokens than the context, or ids not in the vocabulary.
+
+    Example:
+        >>> score(target, jnp.array([[1, 2, 3]])).logits.shape  # doctest: +SKIP
+        (1, 3, 49152)
+    """
+    config = target.model.config
+    tokens = _check_ids(ids, config.vocab_size, config.max_position)
+    batch, width = tokens.shape
+    if lengths is None:
+        counts = np.full(batch, width, np.int32)
+    else:
+        counts = np.asarray(lengths)
+        if counts.shape != (batch,) or np.any(counts < 1) or np.any(counts > width):
+            raise Eagle3Error(
+                f"lengths {counts.tolist()} do not fit ids of shape {tokens.shape}; one in [1, T] a row"
+            )
+    return _score(target.model, target.params, jnp.asarray(tokens), jnp.asarray(counts, jnp.int32))
+
+
+@partial(jax.jit, static_argnums=0)
+def _score(model: Llama, params: Any, ids: Array, lengths: Array) -> Score:
+    layers, (batch, width) = model.config.num_layers, ids.shape
+    taps = tuple(range(layers + 1))
+    out: Any = model.apply({"params": params}, ids, _positions(ids), causal_attention, (None,) * layers, taps)
+    logits: Any = model.apply({"params": params}, out.hidden, method="logits")
+    hidden = out.features.reshape(batch, width, layers + 1, -1).transpose(2, 0, 1, 3)
+    real = (jnp.arange(width, dtype=jnp.int32) < lengths[:, None])[..., None]
+    return Score(jnp.where(real, logits, 0), jnp.where(real, hidden, 0))
+
+
+def score_draft(draft: Draft, features: Array | np.ndarray, token_ids: Array | np.ndarray) -> Array:
+    """Logits of a draft at every position, from the target's true features.
+
+    Args:
+        draft: the draft.
+        features: [B, T, A*Ht], the target's tapped hidden states of each position, low to high.
+        token_ids: int [B, T]; [:, t] is x_{t+1}, the token after position t. Nothing is shifted here.
+
+    Returns:
+        float32 [B, T, Vd]; [:, t] predicts x_{t+2}.
+
+    Raises:
+        Eagle3Error: shapes that do not fit the draft, or ids not in the vocabulary.
+
+    Example:
+        >>> score_draft(draft, features, next_ids)  # doctest: +SKIP
+    """
+    rows = _check_rows(draft, features, token_ids)
+    return _score_draft(draft.model, draft.params, draft.target.params, *rows)
+
+
+@partial(jax.jit, static_argnums=0)
+def _score_draft(model: Eagle3, params: Any, target_params: Any, features: Array, token_ids: Array) -> Array:
+    draft, shared = {"params": params}, shared_weights(target_params)
+    g: Any = model.apply(draft, features, method="fuse")
+    out: Any = model.apply(draft, g, token_ids, _positions(token_ids), causal_attention, None, shared)
+    return model.apply(draft, out[0], shared, method="logits")  # pyright: ignore[reportReturnType]
+
+
+def propose(
+    draft: Draft, features: Array | np.ndarray, token_ids: Array | np.ndarray, n: int
+) -> tuple[Array, Array]:
+    """The greedy chain a draft proposes after the last row (arXiv 2503.01840, section 3.1).
+
+    Args:
+        draft: the draft.
+        features: [B, T, A*Ht], as in `score_draft`.
+        token_ids: int [B, T], as in `score_draft`; the last is the token just emitted.
+        n: tokens to propose.
+
+    Returns:
+        int32 [B, n] tokens in the target's vocabulary, and their logits, float32 [B, n, Vd].
+
+    Raises:
+        Eagle3Error: as `score_draft`, or n below 1.
+
+    Example:
+        >>> ids, logits = propose(draft, features, next_ids, 4)  # doctest: +SKIP
+    """
+    if isinstance(n, bool) or not isinstance(n, int) or n < 1:
+        raise Eagle3Error(f"{n!r} tokens cannot be proposed; at least 1 is needed")
+    rows = _check_rows(draft, features, token_ids)
+    return _propose(draft.model, n, draft.params, draft.target.params, *rows)
+
+
+@partial(jax.jit, static_argnums=(0, 1))
+def _propose(
+    model: Eagle3, n: int, params: Any, target_params: Any, features: Array, token_ids: Array
+) -> tuple[Array, Array]:
+    batch, length = token_ids.shape
+    blocks = int(blocks_for(length + n, _BLOCK_SIZE))
+    table = jnp.arange(batch * blocks, dtype=jnp.int32).reshape(batch, blocks)
+    start = jnp.zeros((batch,), jnp.int32)
+    rows = Verified(features, token_ids, start, jnp.full_like(start, length), table)
+    recorded: list[Array] = []
+
+    def pick(j: int, logits: Array, target_ids: Array | None) -> Array:
+        recorded.append(logits)
+        best = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+        return best if target_ids is None else target_ids[best]
+
+    drafter = Eagle3Drafter(model)
+    cache = drafter.make_cache(batch * blocks * _BLOCK_SIZE)
+    ids, _ = drafter.propose((params, target_params), cache, rows, n, pick, _BLOCK_SIZE)
+    return ids, jnp.stack(recorded, axis=1)
+
+
+def _positions(ids: Array) -> Array:
+    return jnp.broadcast_to(jnp.arange(ids.shape[1], dtype=jnp.int32), ids.shape)
+
+
+def _check_ids(ids: Array | np.ndarray, vocab_size: int, longest: int) -> np.ndarray:
+    """Token ids as int32 [B, T]."""
+    array = np.asarray(ids)
+    if array.ndim != 2 or array.dtype.kind not in "iu" or not array.size:
+        raise Eagle3Error(
+            f"token ids have shape {array.shape} and dtype {array.dtype}; integers [B, T] are needed"
+        )
+    if array.shape[1] > longest:
+        raise Eagle3Error(f"{array.shape[1]} tokens do not fit the context of {longest}; shorten them")
+    if array.min() < 0 or array.max() >= vocab_size:
+        raise Eagle3Error(
+            f"token ids reach from {array.min()} to {array.max()}; ids from 0 to {vocab_size - 1} are needed"
+        )
+    return array.astype(np.int32)
+
+
+def _check_rows(
+    draft: Draft, features: Array | np.ndarray, token_ids: Array | np.ndarray
+) -> tuple[Array, Array]:
+    config = draft.model.config
+    tokens = _check_ids(token_ids, config.vocab_size, draft.target.model.config.max_position)
+    joined = jnp.asarray(features)
+    needed = (*tokens.shape, len(config.taps) * config.target_hidden_size)
+    if joined.shape != needed or not jnp.issubdtype(joined.dtype, jnp.floating):
+        raise Eagle3Error(
+            f"features have shape {joined.shape} and dtype {joined.dtype}; floats {needed} are needed"
+        )
+    return joined, jnp.asarray(tokens)

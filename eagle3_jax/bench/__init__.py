@@ -1,0 +1,1 @@
+"""Benchmarks: the bandwidth floor, the cost of each stage, speculative and plain decoding in turns."""

@@ -1,0 +1,385 @@
+"""Measurements of one target and draft on this machine.
+
+Every time is the median over turns in which the compared programs run one after the other, so that a machine
+that slows down slows all of them.
+"""
+
+import dataclasses
+import datetime
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+from tqdm import tqdm
+
+from eagle3_jax.cache.paged import chain_step
+from eagle3_jax.checkpoint.drafts import Draft
+from eagle3_jax.checkpoint.targets import Target
+from eagle3_jax.decoding.drafters import Eagle3Drafter, NoDrafter, Verified
+from eagle3_jax.decoding.loop import (
+    ERROR,
+    Generation,
+    Params,
+    Setup,
+    State,
+    generate,
+    jitted_prefill,
+    run_rounds,
+    speculative_generate,
+)
+from eagle3_jax.decoding.request import Chain, GenerationConfig, parse_speculation
+from eagle3_jax.decoding.sampling import TRANSFORMS, Sampling, row_keys, used_transforms
+from eagle3_jax.errors import Eagle3Error
+from eagle3_jax.models.attention import paged_attention
+from eagle3_jax.models.eagle3 import shared_weights
+from eagle3_jax.quant.weight import weight_bytes
+
+VERIFY_ROWS = (2, 3, 5, 6, 9)
+"""Rows of the verify passes that are always timed: chains of 1, 2, 4, 5 and 8."""
+CONTEXT = 136
+"""Tokens in the cache when stages are timed: past one chunk of attention, early in the next."""
+SHORT, LONG = 2, 12
+"""Loop lengths: the difference in time is that of LONG - SHORT iterations, without what a call costs once."""
+CACHE_PROOF_BYTES = 2**28
+"""Least size of the array whose reading gives the memory bandwidth; smaller ones would stay in a cache."""
+_HUGE = 1e30
+
+
+def run_bench(
+    target: Target,
+    draft: Draft,
+    prompts: tuple[Array, Array],
+    *,
+    prompts_name: str,
+    speculations: Sequence[str],
+    max_new_tokens: int,
+    temperature: float,
+    seed: int,
+    repeats: int,
+    concurrency: int,
+) -> dict[str, Any]:
+    """Measure the floor, the stages, and each speculation against plain decoding.
+
+    Args:
+        target: the model. draft: its drafter.
+        prompts: token ids int32 [N, P] and lengths int32 [N]. prompts_name: what to call them.
+        speculations: settings such as "chain:4"; stages are measured for the first.
+        max_new_tokens, temperature, seed: of the cells.
+        repeats: turns of each measurement.
+        concurrency: prompts of one batch.
+
+    Returns:
+        The report, ready for JSON; its keys are part of the command line's contract.
+
+    Raises:
+        Eagle3Error: a context too short to measure in, or logits without a finite maximum.
+    """
+    chains = {text: parse_speculation(text) for text in speculations}
+    batches = _batches(*prompts, concurrency)
+    # disable=None: a bar on a terminal, nothing elsewhere.
+    with tqdm(desc="bench", total=3 + repeats * (1 + len(chains)), disable=None, leave=False) as bar:
+        floor = measure_floor(target.params)
+        bar.update()
+        first = next(iter(chains.values()))
+        stages = measure_stages(target, draft, prompts, first, repeats)
+        bar.update(2)
+        sampling = Sampling.make(
+            concurrency, temperature=temperature, eos_ids=target.eos_ids, max_tokens=max_new_tokens
+        )
+        cells = _measure_cells(
+            target, draft, batches, chains, max_new_tokens, sampling, seed, repeats, bar.update
+        )
+    return {
+        "machine": machine(),
+        "target": target.name,
+        "draft": draft.name,
+        "floor": floor,
+        "stages": stages,
+        "cells": [
+            {"prompts": prompts_name, "speculation": text, "concurrency": concurrency, **cell}
+            for text, cell in zip(chains, cells, strict=True)
+        ],
+    }
+
+
+def machine() -> str:
+    """The machine in words: processor, cores, JAX's version and device, date."""
+    processor = platform.processor() or platform.machine()
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        named = [line for line in cpuinfo.read_text().splitlines() if line.startswith("model name")]
+        processor = named[0].partition(":")[2].strip() if named else processor
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    device = jax.devices()[0]
+    kind = "" if device.platform == "cpu" else f" {jax.device_count()} x {device.device_kind}"
+    date = datetime.date.today().isoformat()
+    return f"{processor}, {cores} cores, jax {jax.__version__}, {device.platform}{kind}, {date}"
+
+
+def acceptance(stats: Any) -> dict[str, Any]:
+    """Counts over all rows as vLLM defines them; None where nothing was drafted.
+
+    Args:
+        stats: `Stats`, or the sum of several.
+
+    Returns:
+        rounds; mean_acceptance_length = 1 + accepted / rounds; acceptance_rate = accepted / drafted; and
+        acceptance_per_position: of the rounds that drafted a j-th token, the share that accepted it.
+    """
+    rounds, drafted, accepted = (int(np.sum(x)) for x in (stats.rounds, stats.drafted, stats.accepted))
+    reached = np.sum(stats.drafted_per_position, axis=0).tolist()
+    kept = np.sum(stats.accepted_per_position, axis=0).tolist()
+    return {
+        "rounds": rounds,
+        "mean_acceptance_length": 1 + accepted / rounds if drafted else None,
+        "acceptance_rate": accepted / drafted if drafted else None,
+        "acceptance_per_position": [a / d for a, d in zip(kept, reached, strict=True) if d],
+    }
+
+
+def measure_floor(params: Any, tries: int = 20) -> dict[str, Any]:
+    """The time to read all weights once at the best rate a jitted streaming read reaches here."""
+    size = weight_bytes(params)
+    array = jnp.ones((max(size, CACHE_PROOF_BYTES) // 4,), jnp.float32)
+    read = jax.jit(jnp.sum)
+    jax.block_until_ready(read(array))
+    rate = array.nbytes / min(_seconds(partial(read, array)) for _ in range(tries))
+    return {"weight_bytes": size, "bytes_per_second": rate, "step_seconds": size / rate}
+
+
+def measure_stages(
+    target: Target, draft: Draft, prompts: tuple[Array, Array], chain: Chain, repeats: int
+) -> dict[str, Any]:
+    """Seconds of a plain step, of verify passes, of a draft step, and what a round adds to its passes.
+
+    The passes are bare applications of the models with their heads, in a loop like the round's, without
+    sampling, acceptance and bookkeeping.
+    """
+    params: Params = (target.params, draft.params)
+    plain, plain_state = _prefilled(target, NoDrafter(), params, prompts, chain)
+    spec, state = _prefilled(target, Eagle3Drafter(draft.model), params, prompts, chain)
+    rounds = jax.jit(run_rounds, static_argnums=0)
+    greedy, sampled = Sampling.make(1, ignore_eos=True), Sampling.make(1, temperature=1.0, ignore_eos=True)
+    width = chain.length + 1
+    timed: dict[str, Callable[[int], Any]] = {
+        "plain": lambda n: rounds(plain, params, greedy, plain_state, n),
+        "greedy": lambda n: rounds(spec, params, greedy, state, n),
+        "sampled": lambda n: rounds(spec, params, sampled, state, n),
+        "draft": lambda n: _draft_steps(spec, draft.model, params, state, n),
+        "chain": lambda n: _draft_chains(spec, params, state, n),
+        **{
+            f"verify {rows}": partial(_verify_passes, spec, rows, params, state)
+            for rows in sorted({*VERIFY_ROWS, width})
+        },
+    }
+    for run in timed.values():
+        run(jnp.int32(1))
+    turns = [{name: _seconds_per_iteration(run) for name, run in timed.items()} for _ in range(repeats)]
+
+    def overhead(kind: str) -> float:
+        shares = [1 - (turn[f"verify {width}"] + turn["chain"]) / turn[kind] for turn in turns]
+        return statistics.median(shares)
+
+    median = {name: statistics.median(turn[name] for turn in turns) for name in timed}
+    return {
+        "plain_step_seconds": median["plain"],
+        "verify_seconds": {
+            name.removeprefix("verify "): seconds
+            for name, seconds in median.items()
+            if name.startswith("verify ")
+        },
+        "draft_step_seconds": median["draft"],
+        "round_overhead": {"greedy": overhead("greedy"), "sampled": overhead("sampled")},
+    }
+
+
+def _prefilled(
+    target: Target, drafter: Any, params: Params, prompts: tuple[Array, Array], chain: Chain
+) -> tuple[Setup, State]:
+    """One row with CONTEXT tokens in its caches (the first prompt, repeated) and room for LONG rounds."""
+    room = LONG * (max(chain.length + 1, *VERIFY_ROWS)) + 1
+    if CONTEXT + room > target.model.config.max_position:
+        raise Eagle3Error(
+            f"{target.name} has a context of {target.model.config.max_position}; "
+            f"measuring {chain.length} drafts a round needs {CONTEXT + room}"
+        )
+    first = np.asarray(prompts[0])[0, : int(prompts[1][0])]
+    ids = jnp.asarray(np.resize(first, (1, CONTEXT)), jnp.int32)
+    config = GenerationConfig(max_new_tokens=room, speculation=chain, transforms=())
+    setup = Setup(target.model, drafter, config)
+    sampling = Sampling.make(1, ignore_eos=True)
+    lengths = jnp.full((1,), CONTEXT, jnp.int32)
+    state = jitted_prefill(setup, params, ids, lengths, row_keys(0, 1), sampling)
+    _refuse_errors(state.finish)
+    return setup, state
+
+
+@partial(jax.jit, static_argnums=(0, 1))
+def _verify_passes(setup: Setup, rows: int, params: Params, state: State, iterations: Array) -> Array:
+    """`iterations` target passes of `rows` tokens after the context, head included."""
+    model: Any = setup.target
+    block_size = setup.config.block_size
+    count = jnp.full_like(state.length, rows)
+
+    def body(_: Array, carry: tuple) -> tuple:
+        ids, pools = carry
+        step = chain_step(state.table, state.length, count, rows, block_size, pools[0].shape[0])
+        attend = paged_attention(step)
+        out = model.apply({"params": params[0]}, ids, step.positions, attend, pools, setup.drafter.taps)
+        logits = model.apply({"params": params[0]}, out.hidden, method="logits")
+        return _next_ids(logits), out.caches
+
+    start = jnp.zeros((1, rows), jnp.int32)
+    return lax.fori_loop(0, iterations, body, (start, state.pools))[0]
+
+
+@partial(jax.jit, static_argnums=0)
+def _draft_chains(setup: Setup, params: Params, state: State, iterations: Array) -> Array:
+    """`iterations` times what a round drafts: an extend pass over K+1 rows and K-1 steps, heads included."""
+    drafts = setup.drafts
+    count = jnp.full_like(state.length, drafts + 1)
+
+    def body(_: Array, carry: tuple) -> tuple:
+        ids, cache = carry
+        pending = state.pending
+        rows = Verified(pending.features, ids, state.length, count, state.table)
+        ids, cache = setup.drafter.propose(
+            (params[1], params[0]),
+            cache,
+            rows,
+            drafts,
+            lambda *given: _next_ids(given[1]),
+            setup.config.block_size,
+        )
+        return jnp.pad(ids, ((0, 0), (0, 1))), cache
+
+    start = jnp.zeros((1, drafts + 1), jnp.int32)
+    return lax.fori_loop(0, iterations, body, (start, state.draft_cache))[0]
+
+
+@partial(jax.jit, static_argnums=(0, 1))
+def _draft_steps(setup: Setup, model: Any, params: Params, state: State, iterations: Array) -> Array:
+    """`iterations` draft passes of one token, head included."""
+    draft, shared = {"params": params[1]}, shared_weights(params[0])
+    block_size = setup.config.block_size
+
+    def body(_: Array, carry: tuple) -> tuple:
+        ids, y, cache = carry
+        step = chain_step(
+            state.table, state.length, jnp.ones_like(state.length), 1, block_size, cache.shape[0]
+        )
+        g = model.apply(draft, y, method="feedback")
+        y, cache = model.apply(draft, g, ids, step.positions, paged_attention(step), cache, shared)
+        return _next_ids(model.apply(draft, y, shared, method="logits")), y, cache
+
+    y = jnp.zeros((1, 1, model.config.hidden_size), model.config.dtype)
+    return lax.fori_loop(0, iterations, body, (jnp.zeros((1, 1), jnp.int32), y, state.draft_cache))[0]
+
+
+def _next_ids(logits: Array) -> Array:
+    """Ids that need all logits [..., V] but almost no work: the loop can neither skip nor hoist a pass."""
+    return (jnp.max(logits, axis=-1) > _HUGE).astype(jnp.int32)
+
+
+def _batches(token_ids: Array, lengths: Array, concurrency: int) -> list[tuple[Array, Array]]:
+    """The prompts in batches of one size; the last is filled up from the first prompts."""
+    ids, counts = np.asarray(token_ids), np.asarray(lengths)
+    total = -(-len(counts) // concurrency) * concurrency
+    rows = (np.arange(total) % len(counts)).reshape(-1, concurrency)
+    return [(jnp.asarray(ids[part]), jnp.asarray(counts[part])) for part in rows]
+
+
+def _measure_cells(
+    target: Target,
+    draft: Draft,
+    batches: list[tuple[Array, Array]],
+    chains: dict[str, Chain],
+    max_new_tokens: int,
+    sampling: Sampling,
+    seed: int,
+    repeats: int,
+    done: Callable[[], Any],
+) -> list[dict[str, Any]]:
+    """Plain and every speculation over all batches, in turns: one cell for each speculation."""
+    used = used_transforms(sampling)
+    transforms = tuple(name for name in TRANSFORMS if name in used)
+    plain_config = GenerationConfig(max_new_tokens, transforms=transforms)
+    request = (row_keys(seed, len(batches[0][1])), sampling)
+    run_plain = jax.jit(generate, static_argnames=("model", "config"))
+    run_speculative = jax.jit(speculative_generate, static_argnames=("target_model", "draft_model", "config"))
+
+    def plain(*prompts: Array) -> Generation:
+        return run_plain(target.params, *prompts, *request, model=target.model, config=plain_config)
+
+    def speculative(chain: Chain, *prompts: Array) -> Generation:
+        models = {"target_model": target.model, "draft_model": draft.model}
+        config = dataclasses.replace(plain_config, speculation=chain)
+        return run_speculative(target.params, draft.params, *prompts, *request, **models, config=config)
+
+    programs = [plain, *(partial(speculative, chain) for chain in chains.values())]
+    for program in programs:
+        jax.block_until_ready(program(*batches[0]))
+    rates: list[list[float]] = [[] for _ in programs]
+    totals: list[Any] = [None] * len(programs)
+    for _ in range(repeats):
+        for i, program in enumerate(programs):
+            rate, totals[i] = _tokens_per_second(program, batches)
+            rates[i].append(rate)
+            done()
+    return [_cell(rates[0], own, total) for own, total in zip(rates[1:], totals[1:], strict=True)]
+
+
+def _tokens_per_second(program: Callable, batches: list[tuple[Array, Array]]) -> tuple[float, Any]:
+    """Output tokens by wall time over all batches, and the summed statistics."""
+    seconds, tokens, total = 0.0, 0, None
+    for batch in batches:
+        begin = time.perf_counter()
+        out = jax.block_until_ready(program(*batch))
+        seconds += time.perf_counter() - begin
+        _refuse_errors(out.finish_reason)
+        tokens += int(out.lengths.sum())
+        stats = jax.device_get(out.stats)
+        total = stats if total is None else jax.tree.map(np.add, total, stats)
+    return tokens / seconds, total
+
+
+def _cell(plain: list[float], speculative: list[float], stats: Any) -> dict[str, Any]:
+    ratios = [own / base for own, base in zip(speculative, plain, strict=True)]
+    found = acceptance(stats)
+    return {
+        "output_tokens_per_second": statistics.median(speculative),
+        "ratio_to_plain": {"min": min(ratios), "median": statistics.median(ratios), "max": max(ratios)},
+        "mean_acceptance_length": found["mean_acceptance_length"],
+        "acceptance_per_position": found["acceptance_per_position"],
+        "runs": [
+            {"plain_tokens_per_second": base, "tokens_per_second": own, "ratio": ratio}
+            for base, own, ratio in zip(plain, speculative, ratios, strict=True)
+        ],
+    }
+
+
+def _refuse_errors(finish: Array) -> None:
+    if np.any(np.asarray(finish) == ERROR):
+        raise Eagle3Error(
+            "the logits have no finite maximum; the weights or the activations' dtype are at fault"
+        )
+
+
+def _seconds(run: Callable[[], Any]) -> float:
+    begin = time.perf_counter()
+    jax.block_until_ready(run())
+    return time.perf_counter() - begin
+
+
+def _seconds_per_iteration(run: Callable[[Any], Any]) -> float:
+    short, long = (_seconds(partial(run, jnp.int32(n))) for n in (SHORT, LONG))
+    return (long - short) / (LONG - SHORT)

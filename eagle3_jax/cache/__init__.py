@@ -1,0 +1,1 @@
+"""The static-shape paged key-value cache."""

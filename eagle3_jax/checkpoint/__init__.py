@@ -1,0 +1,1 @@
+"""Reading and writing checkpoints: containers, names, targets and drafts."""

@@ -1,0 +1,221 @@
+"""Which tensor of a checkpoint is which weight of a model, as data, and the loading that follows it.
+
+`jax.eval_shape` of a model describes its weights (see `eagle3_jax.quant.weight`); loading walks that tree.
+Files hold matrices as PyTorch does, [out, in]; `Weight.layout` says how they are kept here.
+"""
+
+import dataclasses
+import re
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from eagle3_jax.checkpoint.tensors import DTYPES, TensorSource
+from eagle3_jax.config import Eagle3Config
+from eagle3_jax.errors import Eagle3Error
+from eagle3_jax.models.eagle3 import Eagle3, SharedWeights
+from eagle3_jax.models.llama import Llama
+from eagle3_jax.quant.weight import FLOAT_FORMATS, Weight, is_weight
+
+FORMATS = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}
+"""Weight format of each dtype a checkpoint can be loaded in or saved as."""
+
+_PLAIN_DTYPES = [DTYPES[name] for name in ("F64", "F32", "F16", "BF16")]
+
+
+@dataclasses.dataclass(frozen=True)
+class KeyMap:
+    """Names of a dialect's tensors.
+
+    Attributes:
+        modules: path of a module in the parameter tree -> its name in the file; "{i}" is a number. The last
+            part, "weight" or "bias", is the same on both sides.
+        ignored: regular expressions of tensors that a file may hold besides.
+    """
+
+    modules: Mapping[str, str]
+    ignored: tuple[str, ...] = ()
+
+    def file_name(self, path: str) -> str:
+        """Name in the file of the weight at `path` of the tree, e.g. "layers_3/attention/q/weight"."""
+        module, _, leaf = path.rpartition("/")
+        number = re.search(r"(?<=_)\d+", module)
+        template = self.modules[re.sub(r"(?<=_)\d+", "{i}", module)]
+        return f"{template}.{leaf}".replace("{i}", number[0] if number else "")
+
+
+def _layer(path: str, name: str, norms: Mapping[str, str]) -> dict[str, str]:
+    """One decoder layer: its norms, its attention and its MLP."""
+    parts = {**norms, **{f"attention/{x}": f"self_attn.{x}_proj" for x in "qkvo"}}
+    parts |= {f"mlp/{x}": f"mlp.{x}_proj" for x in ("gate", "up", "down")}
+    return {path + ours: name + theirs for ours, theirs in parts.items()}
+
+
+LLAMA = KeyMap(
+    modules={
+        "embed": "model.embed_tokens",
+        **_layer(
+            "layers_{i}/",
+            "model.layers.{i}.",
+            {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"},
+        ),
+        "final_norm": "model.norm",
+        "head": "lm_head",
+    },
+    ignored=(r"(.*\.)?rotary_emb\.inv_freq",),
+)
+"""Llama targets, as Hugging Face names them."""
+
+EAGLE3 = KeyMap(
+    modules={
+        "embed": "embed_tokens",
+        "fc": "fc",
+        "fc_norms_{i}": "fc_norm.{i}",
+        **_layer(
+            "",
+            "midlayer.",
+            {
+                "embed_norm": "input_layernorm",
+                "hidden_norm": "hidden_norm",
+                "mlp_norm": "post_attention_layernorm",
+            },
+        ),
+        "final_norm": "norm",
+        "head": "lm_head",
+    },
+    ignored=(r"(.*\.)?rotary_emb\.inv_freq", "d2t", "t2d"),
+)
+"""EAGLE-3 drafts, as SafeAILab, SGLang and SpecForge name them. d2t and t2d are read by the draft loader."""
+
+
+def abstract_params(model: Llama | Eagle3) -> Any:
+    """The parameter tree of a model without its values: `Weight`s of `jax.ShapeDtypeStruct`.
+
+    Example:
+        >>> abstract_params(model)["embed"]["weight"].shape  # doctest: +SKIP
+        (576, 49152)
+    """
+    ids = jax.ShapeDtypeStruct((1, 1), jnp.int32)
+    inputs: tuple[Any, ...] = (ids,)
+    if isinstance(model, Eagle3):
+        c: Eagle3Config = model.config
+        features = jax.ShapeDtypeStruct((1, 1, len(c.taps) * c.target_hidden_size), c.dtype)
+        shared: Any = Weight(jax.ShapeDtypeStruct((c.target_hidden_size, c.vocab_size), c.dtype))  # pyright: ignore[reportArgumentType]
+        inputs = (features, ids, SharedWeights(shared, shared))
+
+    def init(*inputs: Any) -> Any:
+        return model.init(jax.random.key(0), *inputs, method="describe")["params"]
+
+    return jax.eval_shape(init, *inputs)
+
+
+def named_weights(params: Any) -> dict[str, Weight]:
+    """The `Weight`s of a parameter tree by path, e.g. "layers_3/attention/q/weight"."""
+    leaves = jax.tree_util.tree_leaves_with_path(params, is_leaf=is_weight)
+    return {_path(path): leaf for path, leaf in leaves if is_weight(leaf)}
+
+
+def _path(keys: tuple[Any, ...]) -> str:
+    return jax.tree_util.keystr(keys, simple=True, separator="/")
+
+
+def load_params(
+    abstract: Any,
+    source: TensorSource,
+    names: KeyMap,
+    ignored: Collection[str] = (),
+    config: str = "config.json",
+) -> Any:
+    """Read every weight of a model, tensor by tensor, into the format and layout the model declares.
+
+    Args:
+        abstract: the tree of `abstract_params`; leaves that are not a `Weight` are kept as they are.
+        source: the checkpoint.
+        names: how it names its tensors.
+        ignored: tensors that may be there and are not read.
+        config: what described the model, for messages.
+
+    Raises:
+        Eagle3Error: a tensor is missing, has another shape, is quantised, or holds NaN or infinity; or there
+            is one that the model has no place for.
+    """
+    weights = named_weights(abstract)
+    files = {path: names.file_name(path) for path in weights}
+    if missing := [name for name in files.values() if name not in source]:
+        raise Eagle3Error(
+            f"{source.path}: tensor {missing[0]} is missing{_more(missing)}; "
+            f"{config} describes a model that has it"
+        )
+    known = {*files.values(), *ignored}
+    extra = [n for n in source if n not in known and not any(re.fullmatch(p, n) for p in names.ignored)]
+    if extra:
+        raise Eagle3Error(
+            f"{source.path}: tensor {extra[0]} is not part of the model that {config} describes"
+            f"{_more(extra)}; without it the result could be wrong"
+        )
+    loaded = {}
+    # Largest first: what converting the largest takes besides is then not on top of all the others.
+    for path in sorted(weights, key=lambda path: -np.prod(weights[path].shape)):
+        loaded[path] = _read_weight(source, files[path], weights[path], config)
+    return jax.tree_util.tree_map_with_path(
+        lambda keys, leaf: loaded.get(_path(keys), leaf), abstract, is_leaf=is_weight
+    )
+
+
+def _more(names: list[str]) -> str:
+    return f" (and {len(names) - 1} more)" if len(names) > 1 else ""
+
+
+def _read_weight(source: TensorSource, name: str, weight: Weight, config: str) -> Weight:
+    shape, needed = source.shape(name), weight.shape[::-1]
+    if shape != needed:
+        hint = "; it is transposed: files hold [out, in]" if shape == needed[::-1] else ""
+        raise Eagle3Error(f"{source.path}: tensor {name} has shape {shape}; {config} needs {needed}{hint}")
+    if source.dtype(name) not in _PLAIN_DTYPES:
+        raise Eagle3Error(
+            f"{source.path}: tensor {name} is stored as {source.format(name)}; "
+            "only plain F32, BF16 and F16 weights can be loaded yet"
+        )
+    tensor = source.read(name)
+    check_finite(tensor, f"{source.path}: tensor {name}")
+    dtype = np.dtype(FLOAT_FORMATS[weight.format])
+    # One owned copy in its final order and dtype: a view of the mapped file would change with the file.
+    with np.errstate(over="ignore"):  # refused below, by name
+        stored = np.array(tensor.T if weight.layout == "kn" else tensor, dtype, order="C")
+    if dtype.itemsize < tensor.dtype.itemsize:
+        check_finite(stored, f"{source.path}: tensor {name}, converted to {dtype},")
+    return dataclasses.replace(weight, value=jax.device_put(stored))
+
+
+def check_finite(tensor: np.ndarray, what: str) -> None:
+    """Refuse NaN and infinity.
+
+    Raises:
+        Eagle3Error: with `what` as its subject.
+    """
+    # Extremes keep NaN and need no array of booleans.
+    if tensor.size and not (np.isfinite(np.max(tensor)) and np.isfinite(np.min(tensor))):
+        raise Eagle3Error(f"{what} holds NaN or infinity; fetch the checkpoint again or load it as float32")
+
+
+def to_file(weight: Weight, dtype: str) -> np.ndarray:
+    """A weight as files hold it: [out, in] or [n], contiguous, in a dtype of `FORMATS`; may overflow."""
+    value = np.asarray(weight.value)
+    with np.errstate(over="ignore"):  # the caller checks the result
+        return np.array(
+            value.T if weight.layout == "kn" else value, np.dtype(FLOAT_FORMATS[FORMATS[dtype]]), order="C"
+        )
+
+
+def check_dtype(dtype: object) -> str:
+    """A dtype name that weights can have.
+
+    Raises:
+        Eagle3Error: any other.
+    """
+    if not isinstance(dtype, str) or dtype not in FORMATS:
+        raise Eagle3Error(f"dtype {dtype!r} is not supported; use {', '.join(FORMATS)}")
+    return dtype

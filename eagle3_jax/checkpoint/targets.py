@@ -1,0 +1,256 @@
+"""Loading target models: Hugging Face folders, GGUF files and Orbax folders."""
+
+import dataclasses
+import os
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from eagle3_jax.checkpoint.files import map_file, read_json, write_json_atomic
+from eagle3_jax.checkpoint.folders import (
+    atomic_folder,
+    check_eos_ids,
+    is_draft,
+    read_config,
+    read_eos_ids,
+    rope_fields,
+)
+from eagle3_jax.checkpoint.gguf import GGUFSource
+from eagle3_jax.checkpoint.names import FORMATS, LLAMA, abstract_params, check_dtype, load_params
+from eagle3_jax.checkpoint.orbax import is_orbax_folder, read_meta, read_params, write_params
+from eagle3_jax.checkpoint.registry import locate
+from eagle3_jax.checkpoint.tensors import TensorSource, open_checkpoint_folder
+from eagle3_jax.config import LlamaConfig, RopeConfig, parse_llama
+from eagle3_jax.errors import Eagle3Error
+from eagle3_jax.models.llama import Llama
+from eagle3_jax.models.rope import inverse_frequencies
+from eagle3_jax.quant.weight import WeightFormats
+from eagle3_jax.text import Tokenizer
+
+_TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+    "chat_template.json",
+)
+_GGUF_TOKENIZER_FILE = "tokenizer.gguf.json"
+_LM_HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+
+
+@dataclasses.dataclass
+class Target:
+    """A loaded target model.
+
+    Attributes:
+        name: its registered name, else the name of its file or folder.
+        model: the module; static and hashable.
+        params: its weights, a tree of `Weight`s.
+        tokenizer: the checkpoint's tokenizer; None where the folder has none.
+        eos_ids: ids that end a generation; may be empty.
+        source: the file or folder it was loaded from, if any.
+    """
+
+    name: str
+    model: Llama
+    params: Any = dataclasses.field(repr=False)
+    tokenizer: Tokenizer | None
+    eos_ids: tuple[int, ...]
+    source: Path | None = None
+
+
+def default_dtype() -> str:
+    """float32 on CPU, bfloat16 on accelerators."""
+    return "float32" if jax.default_backend() == "cpu" else "bfloat16"
+
+
+def load_target(path: str | os.PathLike[str], dtype: str | None = None) -> Target:
+    """Load a target model.
+
+    Args:
+        path: a known name, a Hugging Face folder, a GGUF file, or a folder of `save_target_orbax`.
+        dtype: "float32", "bfloat16" or "float16", of matrices and activations; norms and biases stay float32.
+            None is float32 on CPU and bfloat16 on accelerators; for an Orbax folder, what was saved.
+
+    Raises:
+        Eagle3Error: no such checkpoint; another architecture or a setting that is not supported; malformed,
+            missing, surplus or misshapen tensors, or NaN in them; or it is a draft.
+
+    Example:
+        >>> target = load_target("smollm2-135m")  # doctest: +SKIP
+        >>> target.eos_ids  # doctest: +SKIP
+        (2,)
+    """
+    if dtype is not None:
+        check_dtype(dtype)
+    name, place = locate(path, "target")
+    if not place.is_dir():
+        return _load_gguf(name, place, dtype or default_dtype())
+    if is_orbax_folder(place):
+        return _load_orbax(name, place, dtype)
+    return _load_folder(name, place, dtype or default_dtype())
+
+
+def _load_folder(name: str, folder: Path, dtype: str) -> Target:
+    config = read_config(folder)
+    _refuse_draft(folder, is_draft(config))
+    parsed = _with_dtype(parse_llama(config, str(folder / "config.json")), dtype)
+    source = open_checkpoint_folder(folder)
+    _refuse_draft(folder, is_draft(config, source))
+    model = Llama(parsed)
+    tokenizer, eos_ids = _read_text(folder, config, parsed.vocab_size)
+    return Target(name, model, _load_weights(model, source), tokenizer, eos_ids, folder)
+
+
+def _load_gguf(name: str, file: Path, dtype: str) -> Target:
+    if map_file(file)[:4] != b"GGUF":
+        raise Eagle3Error(f"{file}: not a GGUF file; give a GGUF file or the folder of a checkpoint")
+    source = GGUFSource(file)
+    config = source.config()
+    if (factors := config.pop("rope_freq_factors", None)) is not None:
+        config["rope_scaling"] = _llama3_scaling(factors, config, str(file))
+    parsed = _with_dtype(parse_llama(config, str(file)), dtype)
+    model = Llama(parsed)
+    eos_ids = check_eos_ids(source.eos_ids, parsed.vocab_size, str(file))
+    tokenizer = Tokenizer.from_gguf(source.metadata, str(file))
+    return Target(name, model, _load_weights(model, source), tokenizer, eos_ids, file)
+
+
+def _load_orbax(name: str, folder: Path, dtype: str | None) -> Target:
+    meta = read_meta(folder)
+    _refuse_draft(folder, meta["kind"] != "target")
+    config = read_config(folder)
+    parsed = parse_llama(config, str(folder / "config.json"))
+    model = Llama(_with_dtype(parsed, dtype or check_dtype(meta["dtype"])))
+    tokenizer, eos_ids = _read_text(folder, config, parsed.vocab_size)
+    return Target(name, model, read_params(folder, abstract_params(model)), tokenizer, eos_ids, folder)
+
+
+def _refuse_draft(folder: Path, draft: bool) -> None:
+    if draft:
+        raise Eagle3Error(f"{folder}: holds a draft, not a target; load it with load_draft")
+
+
+def _with_dtype(config: LlamaConfig, dtype: str) -> LlamaConfig:
+    return dataclasses.replace(config, dtype=dtype, weights=_weight_formats(config.tied, dtype))
+
+
+def _weight_formats(tied: bool, dtype: str) -> WeightFormats:
+    fmt = FORMATS[dtype]
+    # Single rows are gathered from an embedding; a tied one is also the head, whose layout matters more.
+    return WeightFormats(fmt, exceptions=() if tied else (("embed/weight", fmt, "nk"),))
+
+
+def _load_weights(model: Llama, source: TensorSource) -> Any:
+    ignored = ()
+    if model.config.tied and _LM_HEAD in source:
+        if not np.array_equal(source.read(_LM_HEAD), source.read(_EMBEDDING)):
+            raise Eagle3Error(
+                f"{source.path}: {_LM_HEAD} differs from {_EMBEDDING}, but config.json ties them; "
+                "set tie_word_embeddings to false"
+            )
+        ignored = (_LM_HEAD,)
+    return load_params(abstract_params(model), source, LLAMA, ignored)
+
+
+def _read_text(
+    folder: Path, config: Mapping[str, Any], vocab_size: int
+) -> tuple[Tokenizer | None, tuple[int, ...]]:
+    """The folder's tokenizer and stop ids."""
+    tokenizer = None
+    if (folder / "tokenizer.json").is_file():
+        tokenizer = Tokenizer.from_folder(folder)
+    elif (file := folder / _GGUF_TOKENIZER_FILE).is_file():
+        tokenizer = Tokenizer.from_gguf(read_json(file), str(file))
+    eos_ids = read_eos_ids(folder, config, vocab_size)
+    if eos_ids is None:
+        eos_ids = check_eos_ids(tokenizer.eos_ids if tokenizer else [], vocab_size, str(folder))
+    return tokenizer, eos_ids
+
+
+def _llama3_scaling(factors: Sequence[float], config: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """The llama3 rule behind a GGUF file's frequency divisors, which are all that the file has of it."""
+    scaling = {
+        "rope_type": "llama3",
+        "factor": max(factors),
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }
+    plain = RopeConfig(theta=config["rope_theta"])
+    rope = RopeConfig(plain.theta, "llama3", scaling["factor"], 8192, 1.0, 4.0)
+    base, scaled = (inverse_frequencies(r, config["head_dim"])[0] for r in (plain, rope))
+    if not np.allclose(base / np.asarray(factors), scaled, rtol=1e-3, atol=0):
+        raise Eagle3Error(
+            f"{where}: rope_freqs.weight does not follow Llama 3's rule (8192 positions, factors 1 and 4); "
+            "only that rule is supported"
+        )
+    return scaling
+
+
+def save_target_orbax(target: Target, path: str | os.PathLike[str]) -> None:
+    """Save a target as an Orbax folder that `load_target` restores bit for bit.
+
+    The folder has config.json in Hugging Face's words, the tokenizer's files and the weights. It appears
+    complete or not at all.
+
+    Args:
+        target: a target as `load_target` gives it.
+        path: the folder.
+
+    Raises:
+        Eagle3Error: weights in another format than float, or the folder cannot be written.
+
+    Example:
+        >>> save_target_orbax(target, "smollm2-orbax")  # doctest: +SKIP
+    """
+    config = target.model.config
+    if config.weights != _weight_formats(config.tied, config.dtype):
+        raise Eagle3Error(f"{path}: only float weights in their default layout can be saved with Orbax yet")
+    with atomic_folder(path) as folder:
+        write_params(folder, target.params, "target", config.dtype)
+        fields = _config_fields(config)
+        if target.eos_ids:
+            fields["eos_token_id"] = list(target.eos_ids)
+        write_json_atomic(folder / "config.json", fields)
+        if target.tokenizer is not None and target.source is not None:
+            _copy_tokenizer(target.source, folder)
+
+
+def _copy_tokenizer(source: Path, folder: Path) -> None:
+    if source.is_dir():
+        for name in (*_TOKENIZER_FILES, _GGUF_TOKENIZER_FILE):
+            if (source / name).is_file():
+                shutil.copyfile(source / name, folder / name)
+        return
+    metadata = GGUFSource(source).metadata
+    kept = {key: value for key, value in metadata.items() if key.startswith("tokenizer.")}
+    kept.pop("tokenizer.ggml.scores", None)  # unused, and may hold what JSON cannot say
+    write_json_atomic(folder / _GGUF_TOKENIZER_FILE, kept)
+
+
+def _config_fields(config: LlamaConfig) -> dict[str, Any]:
+    """The config.json that `parse_llama` reads as this config."""
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "hidden_act": "silu",
+        "rms_norm_eps": config.rms_norm_eps,
+        **rope_fields(config.rope),
+        "max_position_embeddings": config.max_position,
+        "tie_word_embeddings": config.tied,
+        "attention_bias": config.attention_bias,
+        "mlp_bias": config.mlp_bias,
+        "torch_dtype": config.dtype,
+    }

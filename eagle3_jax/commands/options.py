@@ -1,0 +1,338 @@
+"""Flags that several verbs share, and what they turn into."""
+
+import argparse
+import dataclasses
+import json
+import logging
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from eagle3_jax.errors import Eagle3Error
+
+if TYPE_CHECKING:
+    from jax import Array
+
+    from eagle3_jax.checkpoint.drafts import Draft
+    from eagle3_jax.checkpoint.targets import Target
+    from eagle3_jax.decoding.request import GenerationConfig
+    from eagle3_jax.decoding.sampling import Sampling
+
+log = logging.getLogger(__name__)
+
+CAPACITY_STEP = 128
+"""Result capacities are rounded up to a multiple of this, so that nearby --max-new-tokens share a program."""
+DEFAULT_SPECULATION = "chain:4"
+
+
+def whole(low: int, high: int = 2**31 - 1) -> Callable[[str], int]:
+    """An argparse type: a whole number in [low, high]."""
+
+    def convert(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            value = None
+        if value is None or not low <= value <= high:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number in [{low}, {high}]")
+        return value
+
+    return convert
+
+
+def number(low: float, high: float) -> Callable[[str], float]:
+    """An argparse type: a number in [low, high]; NaN lies in no range."""
+
+    def convert(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = float("nan")
+        if not low <= value <= high:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a number in [{low:g}, {high:g}]")
+        return value
+
+    return convert
+
+
+def assignment(text: str) -> tuple[str, Any]:
+    """An argparse type: key=value, where a value that is JSON is read as such and any other is text."""
+    key, equals, value = text.partition("=")
+    if not (key and equals and value):
+        raise argparse.ArgumentTypeError(f"{text!r} is not key=value")
+    try:
+        return key, json.loads(value)
+    except (ValueError, RecursionError):
+        return key, value
+
+
+def output_file(text: str) -> Path:
+    """An argparse type: a file to write. Its folder is looked at now, not after the work."""
+    path = Path(text)
+    try:
+        if path.is_dir() or not text:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a file name")
+        if not os.access(path.parent, os.W_OK | os.X_OK):
+            raise argparse.ArgumentTypeError(f"no folder {str(path.parent)!r} that can be written")
+    except ValueError as error:  # a NUL character
+        raise argparse.ArgumentTypeError(f"{text!r} is not a file name") from error
+    return path
+
+
+def add_target_arguments(parser: argparse.ArgumentParser) -> None:
+    """--target and --dtype."""
+    parser.add_argument(
+        "--target", required=True, help="model name, Hugging Face folder, GGUF file or Orbax folder"
+    )
+    parser.add_argument(
+        "--dtype",
+        choices=("float32", "bfloat16", "float16"),
+        help="of the target's matrices and activations (default: float32 on CPU, bfloat16 elsewhere)",
+    )
+
+
+def add_draft_arguments(parser: argparse.ArgumentParser, optional: bool = True) -> None:
+    """--draft and --draft-set, and --no-draft where the draft is optional."""
+    group = parser.add_mutually_exclusive_group()
+    group.add_argument("--draft", help="draft name or EAGLE-3 folder (default: the one made for the target)")
+    if optional:
+        group.add_argument("--no-draft", action="store_true", help="plain decoding")
+    parser.add_argument(
+        "--draft-set",
+        metavar="KEY=VALUE",
+        type=assignment,
+        action="append",
+        default=[],
+        help="override what the draft's files say, e.g. norm_output=true (repeatable)",
+    )
+
+
+def add_prompt_arguments(parser: argparse.ArgumentParser) -> None:
+    """--prompt, --messages, --prompt-ids: exactly one."""
+    group = parser.add_mutually_exclusive_group(required=True)
+    group.add_argument(
+        "--prompt", metavar="TEXT", help="one user message (plain text without a chat template)"
+    )
+    group.add_argument("--messages", metavar="F.json", help="a chat, or a list of chats")
+    add_prompt_ids_argument(group)
+
+
+def add_prompt_ids_argument(parser: Any, required: bool = False) -> None:
+    """--prompt-ids alone; `parser` may be a group."""
+    extra = {"required": True} if required else {}
+    parser.add_argument("--prompt-ids", metavar="F.json", help="a list of lists of token ids", **extra)
+
+
+def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
+    """What is drawn, how much of it, and when to stop."""
+    parser.add_argument("--max-new-tokens", metavar="N", type=whole(1), default=128, help="(default: 128)")
+    parser.add_argument(
+        "--speculation", metavar="SPEC", help=f"chain:K, K drafts a round (default: {DEFAULT_SPECULATION})"
+    )
+    parser.add_argument("--temperature", type=number(0, 1e6), default=0.0, help="0 is greedy (default)")
+    parser.add_argument("--top-k", type=whole(0), default=0, help="0 is off (default)")
+    parser.add_argument("--top-p", type=number(1e-6, 1), default=1.0, help="1 is off (default)")
+    parser.add_argument("--min-p", type=number(0, 1), default=0.0, help="0 is off (default)")
+    parser.add_argument(
+        "--repetition-penalty", type=number(1e-6, 1e6), default=1.0, help="1 is off (default)"
+    )
+    parser.add_argument("--presence-penalty", type=number(-1e6, 1e6), default=0.0, help="0 is off (default)")
+    parser.add_argument("--frequency-penalty", type=number(-1e6, 1e6), default=0.0, help="0 is off (default)")
+    parser.add_argument("--min-tokens", type=whole(0), default=0, help="no stop before that many tokens")
+    add_seed_argument(parser)
+    parser.add_argument("--ignore-eos", action="store_true", help="the end-of-text tokens do not stop")
+    parser.add_argument(
+        "--stop-id", type=whole(0), action="append", default=[], help="one more token that stops (repeatable)"
+    )
+
+
+def add_seed_argument(parser: argparse.ArgumentParser) -> None:
+    """--seed."""
+    parser.add_argument(
+        "--seed", type=whole(0, 2**32 - 1), default=0, help="of the random draws (default: 0)"
+    )
+
+
+def add_json_argument(parser: argparse.ArgumentParser) -> None:
+    """--json."""
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def check_speculation(args: argparse.Namespace) -> None:
+    """Refuse speculation flags that cannot be meant, before a model is loaded.
+
+    Raises:
+        Eagle3Error: --speculation that is not understood, or flags of a draft beside --no-draft.
+    """
+    from eagle3_jax.decoding.request import parse_speculation
+
+    if args.speculation is not None:
+        parse_speculation(args.speculation)
+    if getattr(args, "no_draft", False):
+        for flag, given in (("--speculation", args.speculation), ("--draft-set", args.draft_set)):
+            if given:
+                raise Eagle3Error(f"{flag} needs a draft; leave out --no-draft or {flag}")
+
+
+def load_pair(args: argparse.Namespace) -> "tuple[Target, Draft | None]":
+    """The target and, unless --no-draft, the draft: the named one or the one registered for the target.
+
+    Raises:
+        Eagle3Error: a checkpoint that does not load, or draft flags where no draft is registered.
+    """
+    import eagle3_jax as e3
+
+    target = e3.load_target(args.target, dtype=args.dtype)
+    name = args.draft
+    if name is None and not getattr(args, "no_draft", False):
+        from eagle3_jax.checkpoint.registry import entries
+
+        name = next((e.name for e in entries("draft").values() if e.target == args.target), None)
+        if name is None and (args.draft_set or getattr(args, "speculation", None)):
+            raise Eagle3Error(f"no draft is registered for {args.target}; name one with --draft")
+        log.info("draft: %s", name or f"none is registered for {args.target}, decoding plainly")
+    if name is None:
+        return target, None
+    return target, e3.load_draft(name, target, overrides=dict(args.draft_set))
+
+
+@dataclasses.dataclass(frozen=True)
+class Prompts:
+    """Prompts as given: a text, chats, or token ids; exactly one is set."""
+
+    text: str | None = None
+    chats: list | None = None
+    ids: list[list[int]] | None = None
+
+    def encode(self, target: "Target") -> "tuple[Array, Array]":
+        """Padded ids int32 [B, P] and lengths int32 [B].
+
+        Raises:
+            Eagle3Error: text for a target without a tokenizer, or prompts the target cannot take.
+        """
+        import eagle3_jax as e3
+
+        if self.ids is not None:
+            return e3.encode_ids(target, self.ids)
+        if target.tokenizer is None:
+            raise Eagle3Error(f"{target.name} has no tokenizer; give its prompts with --prompt-ids")
+        if self.text is None:
+            return e3.encode(target, self.chats or [])
+        if target.tokenizer.has_chat_template:
+            return e3.encode(target, [[{"role": "user", "content": self.text}]])
+        return e3.encode_ids(target, [target.tokenizer.encode(self.text, add_special_tokens=True)])
+
+
+def read_prompts(args: argparse.Namespace) -> Prompts:
+    """The prompts that --prompt, --messages or --prompt-ids name.
+
+    Raises:
+        Eagle3Error: a file that cannot be read or holds something else.
+    """
+    if args.prompt is not None:
+        return Prompts(text=args.prompt)
+    if args.messages is not None:
+        return Prompts(chats=read_chats(args.messages))
+    return Prompts(ids=read_prompt_ids(args.prompt_ids))
+
+
+def read_chats(path: str) -> list:
+    """A file of one chat or of a list of chats, as a list of chats.
+
+    Raises:
+        Eagle3Error: the file cannot be read or holds something else.
+    """
+    from eagle3_jax.checkpoint.files import read_json_value
+
+    value = read_json_value(path)
+    if isinstance(value, list) and value and all(isinstance(message, dict) for message in value):
+        return [value]
+    if isinstance(value, list) and value and all(isinstance(chat, list) and chat for chat in value):
+        return value
+    raise Eagle3Error(
+        f'{path}: holds no chats; a list of {{"role": ..., "content": ...}} or a list of such lists is needed'
+    )
+
+
+def read_prompt_ids(path: str) -> list[list[int]]:
+    """A file of a list of lists of token ids.
+
+    Raises:
+        Eagle3Error: the file cannot be read or holds something else.
+    """
+    from eagle3_jax.checkpoint.files import read_json_value
+
+    value = read_json_value(path)
+    if not isinstance(value, list) or not value or not all(_is_prompt(prompt) for prompt in value):
+        raise Eagle3Error(
+            f"{path}: holds no token ids; a list of non-empty lists, such as [[1, 2, 3]], is needed"
+        )
+    return value
+
+
+def _is_prompt(prompt: Any) -> bool:
+    return (
+        isinstance(prompt, list) and bool(prompt) and all(type(i) is int and 0 <= i < 2**31 for i in prompt)
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """Arguments of a generation, as `eagle3_jax.stream` takes them."""
+
+    token_ids: "Array"
+    lengths: "Array"
+    keys: "Array"
+    sampling: "Sampling"
+    config: "GenerationConfig"
+
+    @property
+    def arrays(self) -> "tuple[Array, Array, Array, Sampling]":
+        """The traced ones, in the order of the functions that take them."""
+        return self.token_ids, self.lengths, self.keys, self.sampling
+
+    def prompt_ids(self) -> list[list[int]]:
+        """The prompts without their padding."""
+        import numpy as np
+
+        ids, lengths = np.asarray(self.token_ids), np.asarray(self.lengths)
+        return [row[:length].tolist() for row, length in zip(ids, lengths, strict=True)]
+
+
+def make_request(args: argparse.Namespace, prompts: Prompts, target: "Target") -> Request:
+    """Turn prompts and sampling flags into arrays, and check them against the target.
+
+    Raises:
+        Eagle3Error: prompts or values that do not fit.
+    """
+    import eagle3_jax as e3
+    from eagle3_jax.decoding.request import check_request, parse_speculation
+    from eagle3_jax.decoding.sampling import TRANSFORMS, used_transforms
+
+    token_ids, lengths = prompts.encode(target)
+    batch = len(lengths)
+    sampling = e3.Sampling.make(
+        batch,
+        temperature=args.temperature,
+        top_k=args.top_k,
+        top_p=args.top_p,
+        min_p=args.min_p,
+        repetition_penalty=args.repetition_penalty,
+        presence_penalty=args.presence_penalty,
+        frequency_penalty=args.frequency_penalty,
+        max_tokens=args.max_new_tokens,
+        min_tokens=args.min_tokens,
+        eos_ids=target.eos_ids,
+        stop_ids=args.stop_id,
+        ignore_eos=args.ignore_eos,
+    )
+    used = used_transforms(sampling)
+    capacity = -(-args.max_new_tokens // CAPACITY_STEP) * CAPACITY_STEP
+    config = e3.GenerationConfig(
+        max_new_tokens=min(capacity, target.model.config.max_position),
+        speculation=parse_speculation(args.speculation or DEFAULT_SPECULATION),
+        transforms=tuple(name for name in TRANSFORMS if name in used),
+    )
+    check_request(token_ids, lengths, sampling, target.model.config, config)
+    return Request(token_ids, lengths, e3.row_keys(args.seed, batch), sampling, config)

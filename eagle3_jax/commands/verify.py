@@ -1,0 +1,67 @@
+"""Check that speculative decoding gives the target's own tokens on given prompts."""
+
+import argparse
+import dataclasses
+import json
+from typing import Any
+
+from eagle3_jax.commands.options import (
+    DEFAULT_SPECULATION,
+    add_draft_arguments,
+    add_json_argument,
+    add_prompt_arguments,
+    add_sampling_arguments,
+    add_target_arguments,
+    check_speculation,
+    load_pair,
+    make_request,
+    read_prompts,
+)
+from eagle3_jax.errors import Eagle3Error
+
+DIFFERENT = 1
+"""Exit code where a token is not the target's."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags of `verify`."""
+    add_target_arguments(parser)
+    add_draft_arguments(parser, optional=False)
+    add_prompt_arguments(parser)
+    add_sampling_arguments(parser)
+    add_json_argument(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Generate with and without the draft and compare, token by token."""
+    from eagle3_jax.decoding.verify import verify_lossless
+
+    check_speculation(args)
+    prompts = read_prompts(args)
+    target, draft = load_pair(args)
+    if draft is None:
+        raise Eagle3Error(f"no draft is registered for {args.target}; name one with --draft")
+    request = make_request(args, prompts, target)
+    report = verify_lossless(target, draft, *request.arrays, request.config)
+    if args.json:
+        head = {
+            "target": target.name,
+            "draft": draft.name,
+            "speculation": args.speculation or DEFAULT_SPECULATION,
+        }
+        rows = [dataclasses.asdict(row) for row in report.rows]
+        print(json.dumps({**head, "ok": report.ok, "equal": report.equal, "rows": rows}))
+    else:
+        print("\n".join(_describe(row) for row in report.rows))
+    return 0 if report.ok else DIFFERENT
+
+
+def _describe(row: Any) -> str:
+    if row.equal:
+        return f"prompt {row.row}: equal"
+    margin = "" if row.margin is None else f", decision margin {row.margin:.2g}"
+    verdict = "within rounding" if row.excused else "NOT the target's token"
+    return (
+        f"prompt {row.row}: token {row.first_difference} is {row.got}, plain decoding gives {row.expected}"
+        f"{margin}: {verdict}"
+    )

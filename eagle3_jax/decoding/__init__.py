@@ -1,0 +1,1 @@
+"""Drafting, verification, sampling and the generation loop."""

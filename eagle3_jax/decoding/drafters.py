@@ -1,0 +1,167 @@
+"""Who proposes the next tokens: EAGLE-3, nobody, or (for tests) an oracle that knows the answer."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import jax.numpy as jnp
+from flax import struct
+from jax import Array
+
+from eagle3_jax.cache.paged import chain_step, make_pools
+from eagle3_jax.models.attention import paged_attention
+from eagle3_jax.models.eagle3 import Eagle3, shared_weights
+
+Pick = Callable[[int, Array, Array | None], Array]
+"""pick(j, logits [B, Vd], target_ids [Vd] or None) -> the j-th draft int32 [B] in the target's vocabulary."""
+
+
+@struct.dataclass
+class Verified:
+    """Rows the target has verified and the drafter has not yet seen.
+
+    Attributes:
+        features: [B, T, F], the target's tapped hidden states of each row.
+        next_ids: int32 [B, T], the token after each row.
+        start: int32 [B], position of row 0.
+        count: int32 [B], real rows; the rest is padding.
+        table: int32 [B, M], the block table.
+    """
+
+    features: Array
+    next_ids: Array
+    start: Array
+    count: Array
+    table: Array
+
+
+class Drafter(Protocol):
+    """A proposer of tokens; hashable, so that it can be a static argument.
+
+    `params` are (draft params, target params). Whatever it proposes, the emitted tokens stay the target's.
+    """
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        """Hidden states of the target that `Verified.features` joins."""
+        ...
+
+    def make_cache(self, slots: int) -> Any:
+        """The drafter's own state for a pool of `slots` slots."""
+        ...
+
+    def extend(self, params: tuple[Any, Any], cache: Any, rows: Verified, block_size: int) -> Any:
+        """Take verified rows in (prefill); returns the cache."""
+        ...
+
+    def propose(
+        self, params: tuple[Any, Any], cache: Any, rows: Verified, length: int, pick: Pick, block_size: int
+    ) -> tuple[Array, Any]:
+        """Take verified rows in and propose `length` tokens after the last: (int32 [B, length], cache)."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class NoDrafter:
+    """Proposes nothing: plain decoding."""
+
+    taps: tuple[int, ...] = ()
+
+    def make_cache(self, slots: int) -> tuple:
+        """No state."""
+        return ()
+
+    def extend(self, params: tuple[Any, Any], cache: tuple, rows: Verified, block_size: int) -> tuple:
+        """Nothing to learn."""
+        return cache
+
+    def propose(
+        self, params: tuple[Any, Any], cache: tuple, rows: Verified, length: int, pick: Pick, block_size: int
+    ) -> tuple[Array, tuple]:
+        """No tokens: int32 [B, 0]."""
+        return jnp.zeros((rows.start.shape[0], 0), jnp.int32), cache
+
+
+@dataclasses.dataclass(frozen=True)
+class Oracle:
+    """Proposes a continuation given as the draft params: int32 [B, L], the whole rows from their first token.
+
+    The best any drafter can do; tests count its rounds. Ids past the given rows are 0.
+    """
+
+    taps: tuple[int, ...] = ()
+
+    def make_cache(self, slots: int) -> tuple:
+        """No state."""
+        return ()
+
+    def extend(self, params: tuple[Any, Any], cache: tuple, rows: Verified, block_size: int) -> tuple:
+        """Nothing to learn."""
+        return cache
+
+    def propose(
+        self, params: tuple[Any, Any], cache: tuple, rows: Verified, length: int, pick: Pick, block_size: int
+    ) -> tuple[Array, tuple]:
+        """The known tokens after the last verified one."""
+        known = params[0]
+        index = (rows.start + rows.count)[:, None] + 1 + jnp.arange(length, dtype=jnp.int32)
+        return jnp.take_along_axis(known, index, axis=1, mode="fill", fill_value=0), cache
+
+
+@dataclasses.dataclass(frozen=True)
+class Eagle3Drafter:
+    """EAGLE-3 (arXiv 2503.01840): extend over the verified rows with true features, then draft on its own."""
+
+    model: Eagle3
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        """The draft's taps."""
+        return self.model.config.taps
+
+    def make_cache(self, slots: int) -> Array:
+        """One pool [S, 2 * kv heads, head width]."""
+        c = self.model.config
+        return make_pools(1, slots, 2 * c.num_kv_heads, c.head_dim, c.dtype)[0]
+
+    def extend(self, params: tuple[Any, Any], cache: Array, rows: Verified, block_size: int) -> Array:
+        """Write the verified rows' keys and values from true features."""
+        return self._extend(params, cache, rows, block_size)[1]
+
+    def _extend(
+        self, params: tuple[Any, Any], cache: Array, rows: Verified, block_size: int
+    ) -> tuple[Array, Array]:
+        draft = {"params": params[0]}
+        g = self.model.apply(draft, rows.features, method="fuse")
+        length = rows.next_ids.shape[1]
+        step = chain_step(rows.table, rows.start, rows.count, length, block_size, cache.shape[0])
+        shared = shared_weights(params[1])
+        return self.model.apply(
+            draft, g, rows.next_ids, step.positions, paged_attention(step), cache, shared
+        )  # pyright: ignore[reportReturnType]
+
+    def propose(
+        self, params: tuple[Any, Any], cache: Array, rows: Verified, length: int, pick: Pick, block_size: int
+    ) -> tuple[Array, Array]:
+        """Extend, then draft a chain.
+
+        The extend pass overwrites, with true features, the keys and values that the last round's drafting
+        wrote from the draft's own features, and writes those of the last draft after a full acceptance.
+        """
+        draft, shared = {"params": params[0]}, shared_weights(params[1])
+        target_ids = params[0].get("target_ids")
+        y, cache = self._extend(params, cache, rows, block_size)
+        last = jnp.maximum(rows.count - 1, 0)[:, None, None]
+        y = jnp.take_along_axis(y, last, axis=1)
+        end = rows.start + rows.count
+        drafts: list[Array] = []
+        for j in range(length):
+            if j > 0:
+                g = self.model.apply(draft, y, method="feedback")
+                one = jnp.ones_like(end)
+                step = chain_step(rows.table, end + j - 1, one, 1, block_size, cache.shape[0])
+                attend = paged_attention(step)
+                y, cache = self.model.apply(draft, g, drafts[-1][:, None], step.positions, attend, cache, shared)
+            logits = self.model.apply(draft, y[:, 0], shared, method="logits")
+            drafts.append(pick(j, logits, target_ids))
+        return jnp.stack(drafts, axis=1), cache

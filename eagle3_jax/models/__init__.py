@@ -1,0 +1,1 @@
+"""Target and draft models as Flax linen modules."""

@@ -1,0 +1,115 @@
+"""The layers targets and drafts share: linear maps, RMSNorm, embedding, attention projections, SwiGLU."""
+
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from eagle3_jax.models.attention import Attend
+from eagle3_jax.models.rope import rotate
+from eagle3_jax.quant.weight import Weight, WeightFormats
+
+
+class Linear(nn.Module):
+    """An affine map over the last dimension.
+
+    Attributes:
+        features: output width N.
+        formats: where the weight's format and layout are looked up, by this module's path.
+        axes: logical axis names of (K, N).
+        use_bias: add a bias [N].
+    """
+
+    features: int
+    formats: WeightFormats
+    axes: tuple[str, str]
+    use_bias: bool = False
+
+    @nn.compact
+    def __call__(self, x: Array) -> Array:
+        """[..., K] -> [..., N], in x's dtype."""
+        path = "/".join(self.path)
+        spec = self.formats.spec(f"{path}/weight", (x.shape[-1], self.features), self.axes)
+        y = self.param("weight", spec.init).matmul(x)
+        if self.use_bias:
+            bias = self.formats.spec(f"{path}/bias", (self.features,), self.axes[1:], fill=0.0)
+            y = y + self.param("bias", bias.init).value.astype(y.dtype)
+        return y
+
+
+class RMSNorm(nn.Module):
+    """Root mean square norm (arXiv 1910.07467), computed in float32."""
+
+    epsilon: float
+    formats: WeightFormats
+
+    @nn.compact
+    def __call__(self, x: Array) -> Array:
+        """[..., H] -> [..., H], in x's dtype."""
+        spec = self.formats.spec("/".join((*self.path, "weight")), (x.shape[-1],), ("embed",), fill=1.0)
+        weight = self.param("weight", spec.init).value.astype(jnp.float32)
+        wide = x.astype(jnp.float32)
+        normed = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.epsilon)
+        return (normed * weight).astype(x.dtype)
+
+
+class VocabularyMatrix(nn.Module):
+    """The [H, V] matrix between hidden states and the vocabulary: an embedding, a head, or both when tied."""
+
+    hidden_size: int
+    vocab_size: int
+    formats: WeightFormats
+
+    @nn.compact
+    def __call__(self) -> Weight:
+        """The weight, logical shape (H, V)."""
+        path = "/".join((*self.path, "weight"))
+        spec = self.formats.spec(path, (self.hidden_size, self.vocab_size), ("embed", "vocab"))
+        return self.param("weight", spec.init)
+
+
+class Attention(nn.Module):
+    """Grouped-query attention with rotary embedding; the mixing itself is the caller's `attend`."""
+
+    hidden_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    formats: WeightFormats
+    input_bias: bool = False
+    output_bias: bool = False
+
+    @nn.compact
+    def __call__(self, x: Array, angles: tuple[Array, Array], attend: Attend, cache: Any) -> tuple[Array, Any]:
+        """[B, T, K] -> ([B, T, H], new cache)."""
+
+        def project(name: str, heads: int) -> Array:
+            axes = ("embed", "heads" if name == "q" else "kv_heads")
+            linear = Linear(heads * self.head_dim, self.formats, axes, self.input_bias, name=name)
+            return linear(x).reshape(*x.shape[:-1], heads, self.head_dim)
+
+        q, k = rotate(project("q", self.num_heads), angles), rotate(project("k", self.num_kv_heads), angles)
+        mixed, cache = attend(q, k, project("v", self.num_kv_heads), cache)
+        out = Linear(self.hidden_size, self.formats, ("heads", "embed"), self.output_bias, name="o")
+        return out(mixed), cache
+
+
+class SwiGLU(nn.Module):
+    """The gated feed-forward layer down(silu(gate(x)) * up(x)) (arXiv 2002.05202)."""
+
+    hidden_size: int
+    intermediate_size: int
+    formats: WeightFormats
+    use_bias: bool = False
+
+    @nn.compact
+    def __call__(self, x: Array) -> Array:
+        """[..., H] -> [..., H]."""
+        wide = [
+            Linear(self.intermediate_size, self.formats, ("embed", "mlp"), self.use_bias, name=name)(x)
+            for name in ("gate", "up")
+        ]
+        down = Linear(self.hidden_size, self.formats, ("mlp", "embed"), self.use_bias, name="down")
+        return down(nn.silu(wide[0]) * wide[1])

@@ -1,0 +1,74 @@
+"""Rotary position embedding (arXiv 2104.09864) with the linear, llama3 and YaRN (arXiv 2309.00071) rules."""
+
+import math
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from eagle3_jax.config import RopeConfig
+
+
+def inverse_frequencies(rope: RopeConfig, head_dim: int) -> tuple[np.ndarray, float]:
+    """Rotation per token of each pair of dimensions.
+
+    Returns:
+        float32 [head_dim / 2] in radians per token, and the factor that multiplies cos and sin.
+    """
+    exponent = np.arange(0, head_dim, 2, dtype=np.float64) / head_dim
+    inverse = rope.theta**-exponent
+    if rope.kind == "linear":
+        return np.float32(inverse / rope.factor), 1.0
+    if rope.kind == "llama3":
+        return np.float32(_llama3(rope, inverse)), 1.0
+    if rope.kind == "yarn":
+        return np.float32(_yarn(rope, inverse, head_dim)), _yarn_factor(rope)
+    return np.float32(inverse), 1.0
+
+
+def _llama3(rope: RopeConfig, inverse: np.ndarray) -> np.ndarray:
+    wavelength = 2 * math.pi / inverse
+    smooth = (rope.original_max_position / wavelength - rope.low_freq_factor) / (
+        rope.high_freq_factor - rope.low_freq_factor
+    )
+    smooth = np.clip(smooth, 0.0, 1.0)
+    return (1 - smooth) * inverse / rope.factor + smooth * inverse
+
+
+def _yarn(rope: RopeConfig, inverse: np.ndarray, head_dim: int) -> np.ndarray:
+    def dimension(rotations: float) -> float:
+        span = rope.original_max_position / (rotations * 2 * math.pi)
+        return head_dim * math.log(span) / (2 * math.log(rope.theta))
+
+    low, high = dimension(rope.beta_fast), dimension(rope.beta_slow)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
+    ramp = (np.arange(head_dim // 2) - low) / max(high - low, 1e-3)
+    interpolated = np.clip(ramp, 0.0, 1.0)
+    return inverse / rope.factor * interpolated + inverse * (1 - interpolated)
+
+
+def _yarn_factor(rope: RopeConfig) -> float:
+    def temperature(mscale: float) -> float:
+        return 1.0 if rope.factor <= 1 else 0.1 * mscale * math.log(rope.factor) + 1.0
+
+    if rope.attention_factor is not None:
+        return rope.attention_factor
+    if rope.mscale and rope.mscale_all_dim:
+        return temperature(rope.mscale) / temperature(rope.mscale_all_dim)
+    return temperature(1.0)
+
+
+def rope_angles(rope: RopeConfig, head_dim: int, positions: Array) -> tuple[Array, Array]:
+    """Cos and sin of each position's rotation: int32 [B, T] -> two float32 [B, T, 1, head_dim / 2]."""
+    inverse, factor = inverse_frequencies(rope, head_dim)
+    angles = positions.astype(jnp.float32)[..., None, None] * inverse
+    return jnp.cos(angles) * np.float32(factor), jnp.sin(angles) * np.float32(factor)
+
+
+def rotate(x: Array, angles: tuple[Array, Array]) -> Array:
+    """Rotate pairs (i, i + D/2) of x [B, T, N, D] by the angles of `rope_angles`; dtype kept."""
+    cos, sin = angles
+    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)

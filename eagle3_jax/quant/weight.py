@@ -1,0 +1,136 @@
+"""One leaf type for every weight: stored value, optional scale, format, layout, logical axes.
+
+A model declares each weight once, as a `WeightSpec`. `jax.eval_shape` of the model's `init` then is the
+description that loading, sharding, quantising and exporting map over.
+
+Dimension letters: K contracting (input) width, N output width, M rows of activations.
+"""
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jax import Array, lax
+
+from eagle3_jax.errors import Eagle3Error
+
+FLOAT_FORMATS: dict[str, Any] = {"f32": jnp.float32, "bf16": jnp.bfloat16, "f16": jnp.float16}
+"""Formats whose stored values are the weights themselves (no scale)."""
+
+
+@struct.dataclass
+class Weight:
+    """A stored weight. A pytree node: `value` and `scale` are leaves, the rest is static.
+
+    Attributes:
+        value: stored elements; [K, N] or [N, K] for a matrix (see `layout`), [N] for a vector.
+        scale: multiplier of the stored elements for narrow formats, else None.
+        format: key of the number format, e.g. "f32" or "bf16".
+        layout: "kn" keeps the contracting dimension first, "nk" last (as PyTorch stores it), "n" is a vector.
+        axes: logical names of the logical dimensions ((K, N) or (N,)), whatever the layout.
+    """
+
+    value: Array
+    scale: Array | None = None
+    format: str = struct.field(pytree_node=False, default="f32")
+    layout: str = struct.field(pytree_node=False, default="kn")
+    axes: tuple[str, ...] = struct.field(pytree_node=False, default=())
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Logical shape: (K, N) for a matrix, (N,) for a vector."""
+        return self.value.shape[::-1] if self.layout == "nk" else self.value.shape
+
+    def matmul(self, x: Array) -> Array:
+        """Multiply activations by the weight: [..., K] -> [..., N], accumulated in float32, in x's dtype."""
+        contract = 1 if self.layout == "nk" else 0
+        y = lax.dot_general(
+            x,
+            self.value.astype(x.dtype),
+            (((x.ndim - 1,), (contract,)), ((), ())),
+            preferred_element_type=jnp.float32,
+        )
+        return y.astype(x.dtype)
+
+    def outputs(self, ids: Array) -> Array:
+        """The columns of the [K, N] matrix for output ids: int [...] -> [..., K].
+
+        This is how a tied embedding is looked up from the head's weight. Ids outside [0, N) are clipped.
+        """
+        axis = 0 if self.layout == "nk" else 1
+        taken = jnp.take(self.value, ids, axis=axis, mode="clip")
+        return taken if axis == 0 else jnp.moveaxis(taken, 0, -1)
+
+
+@dataclasses.dataclass(frozen=True)
+class WeightSpec:
+    """The declaration of one weight: logical shape, format, layout, logical axes.
+
+    Attributes:
+        shape: (K, N) for a matrix, (N,) for a vector.
+        axes: one logical axis name for each dimension of `shape`.
+        format: number format, a key of `FLOAT_FORMATS`.
+        layout: "kn" or "nk" for a matrix, "n" for a vector.
+        fill: constant initial value (norms start at 1); None draws a scaled normal.
+    """
+
+    shape: tuple[int, ...]
+    axes: tuple[str, ...]
+    format: str = "f32"
+    layout: str = "kn"
+    fill: float | None = None
+
+    def init(self, key: Array) -> Weight:
+        """A freshly initialised weight; under `jax.eval_shape` it is the abstract description."""
+        if self.format not in FLOAT_FORMATS:
+            known = ", ".join(FLOAT_FORMATS)
+            raise Eagle3Error(f"weight format {self.format!r} is not known; known formats are {known}")
+        dtype = FLOAT_FORMATS[self.format]
+        stored = self.shape[::-1] if self.layout == "nk" else self.shape
+        if self.fill is not None:
+            value = jnp.full(stored, self.fill, dtype)
+        else:
+            value = (jax.random.normal(key, stored, jnp.float32) / math.sqrt(self.shape[0])).astype(dtype)
+        return Weight(value, None, self.format, self.layout, self.axes)
+
+
+@dataclasses.dataclass(frozen=True)
+class WeightFormats:
+    """Format and layout of every weight of a model; static, hashable, part of the model's config.
+
+    Attributes:
+        format: default number format of matrices.
+        layout: default layout of matrices. "kn" is 1.2-3 times faster for few rows on CPU.
+        vector_format: format of norms and biases.
+        exceptions: (weight path, format, layout) for weights stored otherwise; the path is the names of the
+            parameter tree joined by "/", e.g. "layers_3/mlp/down".
+    """
+
+    format: str = "f32"
+    layout: str = "kn"
+    vector_format: str = "f32"
+    exceptions: tuple[tuple[str, str, str], ...] = ()
+
+    def spec(
+        self, path: str, shape: tuple[int, ...], axes: tuple[str, ...], fill: float | None = None
+    ) -> WeightSpec:
+        """The declaration of the weight at `path`."""
+        for name, fmt, layout in self.exceptions:
+            if name == path:
+                return WeightSpec(shape, axes, fmt, layout, fill)
+        if len(shape) == 1:
+            return WeightSpec(shape, axes, self.vector_format, "n", fill)
+        return WeightSpec(shape, axes, self.format, self.layout, fill)
+
+
+def is_weight(node: Any) -> bool:
+    """Whether a tree node is a `Weight`; for `jax.tree.map(..., is_leaf=is_weight)`."""
+    return isinstance(node, Weight)
+
+
+def weight_bytes(params: Any) -> int:
+    """Bytes of all arrays of a parameter tree (works on abstract trees too)."""
+    return sum(math.prod(x.shape) * jnp.dtype(x.dtype).itemsize for x in jax.tree.leaves(params))

@@ -1,0 +1,212 @@
+"""The training-time test loss: the draft is trained on the states its own chain reaches.
+
+Source: EAGLE-3 (arXiv 2503.01840), section 3.2. Step 0 runs on the target's features; step j >= 1 runs on
+the draft's own output of step j - 1, with tokens, targets and loss mask moved one more to the left. A query
+of step j sees the keys of step 0 causally and, of every later step, only its own row: what the cache of its
+chain would hold.
+
+Dimension letters: B rows, T positions of a row, J steps, N query heads, G query heads per key-value head,
+D head width, Vd draft vocabulary, F joined feature width.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jax import Array, lax
+
+from eagle3_jax.errors import Eagle3Error
+from eagle3_jax.models.attention import MASKED, Attend
+from eagle3_jax.models.eagle3 import Eagle3, SharedWeights
+
+OBJECTIVES = ("cross_entropy", "kl")
+
+
+@dataclasses.dataclass(frozen=True)
+class LossConfig:
+    """Static settings of the loss.
+
+    Attributes:
+        steps: J, how many tokens deep the chain is unrolled.
+        decay: step j weighs decay^j.
+        objective: "cross_entropy" (SafeAILab) or "kl" (the same gradient, less the target's entropy).
+        drop_uncovered: leave out rows whose most likely target token the draft's vocabulary lacks, as
+            SafeAILab does.
+
+    Raises:
+        Eagle3Error: no step, a decay outside (0, 1], or an unknown objective.
+    """
+
+    steps: int = 3
+    decay: float = 0.8
+    objective: str = "cross_entropy"
+    drop_uncovered: bool = True
+
+    def __post_init__(self) -> None:
+        """Refuse impossible values."""
+        if self.steps < 1:
+            raise Eagle3Error(f"{self.steps} training-time test steps train nothing; use at least 1")
+        if not 0 < self.decay <= 1:
+            raise Eagle3Error(f"step decay {self.decay} must lie in (0, 1]")
+        if self.objective not in OBJECTIVES:
+            raise Eagle3Error(f"objective {self.objective!r} is not known; use {' or '.join(OBJECTIVES)}")
+
+
+@struct.dataclass
+class Batch:
+    """Rows to train on; row t holds the feature of position t and the token after it.
+
+    Attributes:
+        features: [B, T, F], the target's tapped hidden states of position t.
+        token_ids: int32 [B, T], token x_{t+1}.
+        target_logits: float32 [B, T, Vd], the target's logits for x_{t+2}, at the draft vocabulary's tokens.
+        target_argmax: int32 [B, T], the target's most likely x_{t+2} in its whole vocabulary.
+        loss_mask: bool [B, T], whether x_{t+2} is a token to learn.
+        segment_ids: int32 [B, T], which text of a packed row position t belongs to.
+    """
+
+    features: Array
+    token_ids: Array
+    target_logits: Array
+    target_argmax: Array
+    loss_mask: Array
+    segment_ids: Array
+
+
+@struct.dataclass
+class Metrics:
+    """Sums over the rows of a batch, so that batches can be added up.
+
+    Attributes:
+        loss: float32 [J], sum of the losses of the rows counted in `weight`.
+        weight: float32 [J], rows that the loss covers.
+        correct: float32 [J], rows whose most likely draft token is the target's.
+        chain_correct: float32 [J], rows where that also held at every earlier step.
+        count: float32 [J], rows of the loss mask.
+    """
+
+    loss: Array
+    weight: Array
+    correct: Array
+    chain_correct: Array
+    count: Array
+
+
+def ttt_attention(segment_ids: Array) -> Attend:
+    """Attention of one step; the cache is the tuple of all earlier steps' (keys, values).
+
+    Args:
+        segment_ids: int32 [B, T]; texts packed into one row do not see each other.
+    """
+    causal = jnp.tril(jnp.ones((segment_ids.shape[1],) * 2, bool))
+    # One product a head is 3 times as fast on CPU as a batched one; accelerators want the batch.
+    each_head = lax.map if jax.default_backend() == "cpu" else lambda f, xs: jax.vmap(f)(xs)
+
+    def one_head(arrays: tuple[Array, Array, Array, Array]) -> Array:
+        """Queries [G, T, D], keys and values [J, T, D], segment ids [T] -> mixed [G, T, D], in float32."""
+        queries, keys, values, segments = arrays
+        group, length, width = queries.shape
+        scores = jnp.matmul(queries.reshape(-1, width), keys[0].T, preferred_element_type=jnp.float32)
+        visible = causal & (segments[:, None] == segments)
+        scores = jnp.where(visible, scores.reshape(group, length, length), MASKED)
+        own = jnp.einsum("gtd,jtd->gtj", queries, keys[1:], preferred_element_type=jnp.float32)
+        highest = jnp.max(scores, axis=-1, keepdims=True)
+        if keys.shape[0] > 1:
+            highest = jnp.maximum(highest, jnp.max(own, axis=-1, keepdims=True))
+        highest = lax.stop_gradient(highest)
+        weights, own = jnp.exp(scores - highest), jnp.exp(own - highest)
+        total = jnp.sum(weights, axis=-1) + jnp.sum(own, axis=-1)
+        flat = weights.reshape(-1, length).astype(values.dtype)
+        mixed = jnp.matmul(flat, values[0], preferred_element_type=jnp.float32).reshape(queries.shape)
+        own = own.astype(values.dtype)
+        mixed += jnp.einsum("gtj,jtd->gtd", own, values[1:], preferred_element_type=jnp.float32)
+        return mixed / total[..., None]
+
+    def attend(q: Array, k: Array, v: Array, cache: tuple) -> tuple[Array, tuple]:
+        cache = (*cache, (k, v))
+        batch, length, heads, width = q.shape
+        kv_heads = k.shape[2]
+
+        def by_head(pairs: list[Array]) -> Array:
+            stacked = jnp.stack(pairs).transpose(1, 3, 0, 2, 4)
+            return stacked.reshape(batch * kv_heads, len(pairs), length, width)
+
+        queries = (q * jnp.asarray(width**-0.5, q.dtype)).reshape(batch, length, kv_heads, -1, width)
+        queries = queries.transpose(0, 2, 3, 1, 4).reshape(batch * kv_heads, -1, length, width)
+        keys, values = by_head([k for k, _ in cache]), by_head([v for _, v in cache])
+        mixed = each_head(one_head, (queries, keys, values, jnp.repeat(segment_ids, kv_heads, axis=0)))
+        mixed = mixed.reshape(batch, kv_heads, -1, length, width).transpose(0, 3, 1, 2, 4)
+        return mixed.reshape(batch, length, heads * width).astype(q.dtype), cache
+
+    return attend
+
+
+def ttt_outputs(model: Eagle3, params: Any, shared: SharedWeights, batch: Batch, steps: int) -> list[Array]:
+    """What the draft gives at each step: `steps` arrays y [B, T, H], before the final norm.
+
+    Rows t >= T - j of step j have no token left; they are fed token 0 and mean nothing.
+    """
+    variables = {"params": params}
+    attend, cache = ttt_attention(batch.segment_ids), ()
+    positions = jnp.broadcast_to(jnp.arange(batch.token_ids.shape[1], dtype=jnp.int32), batch.token_ids.shape)
+    g = model.apply(variables, batch.features, method="fuse")
+    outputs = []
+    for j in range(steps):
+        token_ids = shift_left(batch.token_ids, j)
+        y, cache = model.apply(variables, g, token_ids, positions + j, attend, cache, shared)
+        outputs.append(y)
+        g = model.apply(variables, y, method="feedback")
+    return outputs
+
+
+def ttt_loss(
+    model: Eagle3, params: Any, shared: SharedWeights, batch: Batch, config: LossConfig
+) -> tuple[Array, Metrics]:
+    """The training-time test loss, sum over j of decay^j times the mean loss of step j.
+
+    Args:
+        model: the draft. params: its weights. shared: the target's embedding and head.
+        batch: the rows. config: static settings.
+
+    Returns:
+        The loss, float32 [], and the sums behind it.
+    """
+    target_ids = params.get("target_ids")
+    learned = batch.loss_mask
+    if config.drop_uncovered and target_ids is not None:
+        learned &= jnp.isin(batch.target_argmax, target_ids)
+    log_partition = jax.nn.logsumexp(batch.target_logits, axis=-1)
+    probabilities = jnp.exp(batch.target_logits - log_partition[..., None])
+    offset = jnp.zeros_like(log_partition)
+    if config.objective == "kl":
+        offset = log_partition - jnp.sum(probabilities * batch.target_logits, axis=-1)
+    chain = jnp.ones_like(batch.loss_mask)
+    total, sums = jnp.float32(0), []
+    for j, y in enumerate(ttt_outputs(model, params, shared, batch, config.steps)):
+        logits: Any = model.apply({"params": params}, y, shared, method="logits")
+        same_text = batch.segment_ids == shift_left(batch.segment_ids, j, fill=-1)
+        weight = (shift_left(learned, j) & same_text).astype(jnp.float32)
+        counted = shift_left(batch.loss_mask, j) & same_text
+        expected_logit = jnp.sum(shift_left(probabilities, j) * logits, axis=-1)
+        row_loss = jax.nn.logsumexp(logits, axis=-1) - expected_logit - shift_left(offset, j)
+        best = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+        hit = (best if target_ids is None else target_ids[best]) == shift_left(batch.target_argmax, j)
+        chain &= hit
+        loss = jnp.sum(row_loss * weight)
+        total += config.decay**j * loss / jnp.maximum(jnp.sum(weight), 1.0)
+        sums.append((loss, *map(_count, (weight > 0, hit & counted, chain & counted, counted))))
+    return total, Metrics(*(jnp.stack(column) for column in zip(*sums, strict=True)))
+
+
+def _count(mask: Array) -> Array:
+    return jnp.sum(mask, dtype=jnp.float32)
+
+
+def shift_left(x: Array, by: int, fill: int = 0) -> Array:
+    """Move axis 1 of x [B, T, ...] to the left, filling the end: row t becomes row t + by."""
+    if by == 0:
+        return x
+    end = jnp.full_like(x[:, :by], fill)
+    return jnp.concatenate([x[:, by:], end], axis=1)

@@ -1,0 +1,355 @@
+"""Training an EAGLE-3 draft (arXiv 2503.01840) on text its target wrote."""
+
+import dataclasses
+import json
+import logging
+import os
+import time
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+from flax import struct
+from jax import Array
+from tqdm import tqdm
+
+from eagle3_jax.checkpoint.drafts import Draft, save_draft
+from eagle3_jax.checkpoint.files import read_json, write_json_atomic
+from eagle3_jax.checkpoint.targets import Target
+from eagle3_jax.errors import Eagle3Error
+from eagle3_jax.models.eagle3 import Eagle3, SharedWeights, shared_weights
+from eagle3_jax.training.data import Chat, coverage, draft_vocabulary, pack, split
+from eagle3_jax.training.evaluate import summary, teacher_forced
+from eagle3_jax.training.features import FeatureCache, RestrictedHead, Rows, make_batch, restrict_head
+from eagle3_jax.training.initial import draft_config, init_draft
+from eagle3_jax.training.loss import LossConfig, Metrics, ttt_loss
+
+log = logging.getLogger("eagle3_jax")
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainConfig:
+    """Everything a run depends on besides target and data; static.
+
+    Attributes:
+        steps: optimiser steps. batch_size: rows of a step. row_length: tokens of a packed row.
+        draft_vocab_size: Vd, the most frequent assistant tokens; 0 keeps the whole vocabulary.
+        taps, intermediate_size, rope_theta, fc_norm, norm_output: the draft's shape, see `draft_config`.
+        init_from_target: start from the target's weights, see `init_draft`.
+        freeze_head: leave the head at its initial columns: less to compute and less to overfit.
+        ttt_steps, step_decay, objective, drop_uncovered: the loss, see `LossConfig`.
+        optimizer: "adamw", or "muon" (matrices of the layer by Muon, the rest by AdamW).
+        learning_rate: peak; it falls to a tenth by a cosine after a linear `warmup` (share of all steps).
+        beta1, beta2, weight_decay, clip: AdamW's moments and decay; largest gradient norm.
+        seed: of the initial weights and the order of rows.
+        save_every, eval_every: steps between checkpoints and between evaluations.
+        eval_rows: held-out rows of an evaluation.
+
+    Raises:
+        Eagle3Error: an impossible size or an unknown optimiser.
+    """
+
+    steps: int = 1000
+    batch_size: int = 8
+    row_length: int = 512
+    draft_vocab_size: int = 8192
+    taps: tuple[int, ...] | None = None
+    intermediate_size: int = 0
+    rope_theta: float = 10000.0
+    fc_norm: bool = False
+    norm_output: bool = False
+    init_from_target: bool = True
+    freeze_head: bool = False
+    ttt_steps: int = 3
+    step_decay: float = 0.8
+    objective: str = "cross_entropy"
+    drop_uncovered: bool = True
+    optimizer: str = "adamw"
+    learning_rate: float = 2e-3
+    warmup: float = 0.05
+    beta1: float = 0.9
+    beta2: float = 0.95
+    weight_decay: float = 0.0
+    clip: float = 0.5
+    seed: int = 0
+    save_every: int = 100
+    eval_every: int = 50
+    eval_rows: int = 32
+
+    def __post_init__(self) -> None:
+        """Refuse impossible values."""
+        for name in ("steps", "batch_size", "row_length", "save_every", "eval_every", "eval_rows"):
+            if getattr(self, name) < 1:
+                raise Eagle3Error(f"{name} is {getattr(self, name)}; at least 1 is needed")
+        if self.optimizer not in ("adamw", "muon"):
+            raise Eagle3Error(f"optimizer {self.optimizer!r} is not known; use adamw or muon")
+        if not 0 <= self.warmup < 1:
+            raise Eagle3Error(f"warmup {self.warmup} is a share of the steps; it must lie in [0, 1)")
+        self.loss_config()
+
+    def loss_config(self) -> LossConfig:
+        """The loss's share of the settings."""
+        return LossConfig(self.ttt_steps, self.step_decay, self.objective, self.drop_uncovered)
+
+
+@struct.dataclass
+class TrainState:
+    """What a checkpoint holds; the order of the data follows from `step` and the seed.
+
+    Attributes:
+        step: int32 [], optimiser steps done.
+        trainable: the weights that learn. optimizer: its state.
+    """
+
+    step: Array
+    trainable: Any
+    optimizer: Any
+
+
+def make_optimizer(config: TrainConfig) -> optax.GradientTransformation:
+    """Clipping, then AdamW or Muon, with linear warm-up and cosine decay."""
+    warmup = max(int(config.steps * config.warmup), 1)
+    rate = optax.warmup_cosine_decay_schedule(
+        0.0, config.learning_rate, warmup, max(config.steps, warmup + 1), config.learning_rate / 10
+    )
+    if config.optimizer == "adamw":
+        rule = optax.adamw(rate, config.beta1, config.beta2, weight_decay=config.weight_decay)
+    else:
+        rule = optax.contrib.muon(
+            rate,
+            weight_decay=config.weight_decay,
+            adam_b1=config.beta1,
+            adam_b2=config.beta2,
+            adam_weight_decay=config.weight_decay,
+            muon_weight_dimension_numbers=_muon_matrices,  # pyright: ignore[reportArgumentType]
+            # Updates of AdamW's size, so that one learning rate serves both (arXiv 2502.16982).
+            consistent_rms=0.2,
+        )
+    return optax.chain(optax.clip_by_global_norm(config.clip), rule)
+
+
+def _muon_matrices(params: dict[str, Any]) -> Any:
+    """Which leaves Muon updates: every matrix but the head's."""
+
+    def choose(name: str, leaf: Array) -> Any:
+        return optax.contrib.MuonDimensionNumbers() if leaf.ndim == 2 and name != "head" else None
+
+    return {name: jax.tree.map(partial(choose, name), part) for name, part in params.items()}
+
+
+def split_trainable(params: dict[str, Any], freeze_head: bool) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The weights that learn, and those that stay: `target_ids`, and the head if frozen."""
+    still = {"target_ids", "head"} if freeze_head else {"target_ids"}
+    learning = {name: part for name, part in params.items() if name not in still}
+    return learning, {name: part for name, part in params.items() if name in still}
+
+
+@partial(jax.jit, static_argnames=("model", "restricted", "config"), donate_argnames="state")
+def train_step(
+    model: Eagle3,
+    restricted: RestrictedHead,
+    config: TrainConfig,
+    state: TrainState,
+    frozen: dict[str, Any],
+    shared: SharedWeights,
+    head_params: Any,
+    rows: Rows,
+) -> tuple[TrainState, Array, Metrics, Array]:
+    """One optimiser step: (state, loss, metrics, gradient norm before clipping)."""
+    batch = make_batch(rows, restricted, head_params, model.config.dtype)
+
+    def loss(trainable: dict[str, Any]) -> tuple[Array, Metrics]:
+        return ttt_loss(model, {**frozen, **trainable}, shared, batch, config.loss_config())
+
+    (value, metrics), gradients = jax.value_and_grad(loss, has_aux=True)(state.trainable)
+    # optax mixes integers and floats.
+    with jax.numpy_dtype_promotion("standard"):
+        updates, moments = make_optimizer(config).update(gradients, state.optimizer, state.trainable)
+        trainable = optax.apply_updates(state.trainable, updates)
+        norm = optax.global_norm(gradients)
+    return TrainState(state.step + 1, trainable, moments), value, metrics, norm
+
+
+def rows_of_step(step: int, rows: int, batch_size: int, seed: int) -> list[int]:
+    """Which rows a step reads: every epoch is a permutation of its own, and batches run across epochs."""
+    places = range(step * batch_size, (step + 1) * batch_size)
+    orders = {i // rows: np.random.default_rng([seed, i // rows]).permutation(rows) for i in places}
+    return [int(orders[i // rows][i % rows]) for i in places]
+
+
+class Trainer:
+    """One run: data, features, state, checkpoints, metrics.
+
+    Args:
+        target: the target.
+        chats: what it wrote; every fifth chat is held out.
+        config: the run's settings.
+        out: folder of `train.json`, `metrics.jsonl` and `checkpoints/`.
+        features: folder of the feature cache; `out/features` by default.
+        resume: go on from the newest checkpoint in `out`.
+
+    Attributes:
+        held_out: cache of the held-out rows; None where there are fewer than five chats.
+
+    Raises:
+        Eagle3Error: data that does not fit the target, or a folder that holds another run.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        chats: Sequence[Chat],
+        config: TrainConfig,
+        out: str | os.PathLike[str],
+        features: str | os.PathLike[str] | None = None,
+        resume: bool = True,
+    ) -> None:
+        self.target, self.config, self.out = target, config, Path(out)
+        training, held_out = split(chats)
+        vocab_size = target.model.config.vocab_size
+        shape = draft_config(
+            target.model.config,
+            config.draft_vocab_size,
+            config.taps,
+            config.intermediate_size,
+            config.rope_theta,
+            config.fc_norm,
+            config.norm_output,
+        )
+        target_ids = draft_vocabulary(training, shape.draft_vocab_size, vocab_size)
+        self.coverage = {
+            name: round(coverage(part, target_ids, vocab_size), 4)
+            for name, part in (("training", training), ("held_out", held_out))
+        }
+        log.info("a draft vocabulary of %d covers %s of the answers", len(target_ids), self.coverage)
+        self.model = Eagle3(shape)
+        self.shared = shared_weights(target.params)
+        self.restricted, self.head_params = restrict_head(target, target_ids)
+        folder = Path(features) if features is not None else self.out / "features"
+        self.rows = FeatureCache(folder, target, pack(training, config.row_length), shape.taps)
+        self.held_out = None
+        if held_out:
+            self.held_out = FeatureCache(folder, target, pack(held_out, config.row_length), shape.taps)
+        key = jax.random.key(config.seed)
+        params = init_draft(self.model, key, target.params, target_ids, config.init_from_target)
+        trainable, self.frozen = split_trainable(params, config.freeze_head)
+        self.state: Any = TrainState(jnp.int32(0), trainable, make_optimizer(config).init(trainable))
+        self._claim(resume)
+        # Not in the background: the next step donates the buffers that would be read.
+        options = ocp.CheckpointManagerOptions(max_to_keep=2, enable_async_checkpointing=False)
+        self.checkpoints = ocp.CheckpointManager((self.out / "checkpoints").resolve(), options=options)
+        if self.checkpoints.latest_step() is not None:
+            abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, self.state)
+            newest = self.checkpoints.latest_step()
+            self.state = self.checkpoints.restore(newest, args=ocp.args.StandardRestore(abstract))
+        self._drop_later_metrics()
+
+    @property
+    def step(self) -> int:
+        """Optimiser steps done."""
+        return int(self.state.step)
+
+    @property
+    def draft(self) -> Draft:
+        """The draft as it stands; it shares its weights with the state, which the next step overwrites."""
+        params = {**self.frozen, **self.state.trainable}
+        return Draft(self.out.name, self.model, params, "given", "as trained", (), self.target)
+
+    def run(self, until: int | None = None) -> Draft:
+        """Train up to step `until`, or to the end, and save a checkpoint there."""
+        end = min(until or self.config.steps, self.config.steps)
+        with tqdm(total=self.config.steps, initial=self.step, unit="step", disable=None) as bar:
+            while self.step < end:
+                record = self._one_step()
+                bar.set_postfix(loss=record["loss"], accuracy=record["accuracy"][0], refresh=False)
+                bar.update()
+                if self.step % self.config.save_every == 0 or self.step == end:
+                    self.checkpoints.save(self.step, args=ocp.args.StandardSave(self.state))
+        return self.draft
+
+    def _one_step(self) -> dict[str, Any]:
+        started, c = time.perf_counter(), self.config
+        rows = self.rows.get(rows_of_step(self.step, len(self.rows), c.batch_size, c.seed))
+        ready = time.perf_counter()
+        fixed = (self.frozen, self.shared, self.head_params)
+        self.state, loss, metrics, norm = train_step(self.model, self.restricted, c, self.state, *fixed, rows)
+        means = summary(jax.device_get(metrics))
+        seconds = time.perf_counter() - started
+        record = {
+            "step": self.step,
+            "loss": round(float(loss), 4),
+            "loss_per_step": means.pop("loss"),
+            **means,
+            "gradient_norm": round(float(norm), 4),
+            "seconds": round(seconds, 3),
+            "feature_seconds": round(ready - started, 3),
+            "tokens_per_second": round(rows.tokens.size / seconds, 1),
+        }
+        if self.held_out is not None and (self.step == c.steps or self.step % c.eval_every == 0):
+            record["held_out"] = self.evaluate()
+        with open(self.out / "metrics.jsonl", "a", encoding="utf-8") as file:
+            file.write(json.dumps(record) + "\n")
+        return record
+
+    def evaluate(self) -> dict[str, Any]:
+        """Agreement with the target on the first held-out rows; see `teacher_forced`.
+
+        Raises:
+            Eagle3Error: there are none.
+        """
+        if self.held_out is None:
+            raise Eagle3Error("fewer than five chats: none is held out to evaluate on")
+        loss, count = self.config.loss_config(), min(self.config.eval_rows, len(self.held_out))
+        return teacher_forced(
+            self.draft, self.held_out, range(count), loss, self.restricted, self.head_params
+        )
+
+    def _claim(self, resume: bool) -> None:
+        """Write down which run the folder belongs to; refuse one that belongs to another."""
+        self.out.mkdir(parents=True, exist_ok=True)
+        path = self.out / "train.json"
+        config = {**dataclasses.asdict(self.config), "taps": list(self.model.config.taps)}
+        if path.exists():
+            theirs = read_json(path).get("config", {})
+            changed = [name for name, value in config.items() if theirs.get(name) != value]
+            if changed or not resume:
+                fault = f"a run with other {', '.join(changed)}" if changed else "a run already"
+                raise Eagle3Error(f"{self.out} holds {fault}; name another folder")
+        about = {"target": self.target.name, "rows": len(self.rows), "coverage": self.coverage}
+        write_json_atomic(path, {**about, "config": config})
+
+    def _drop_later_metrics(self) -> None:
+        """Forget the records after the checkpoint: they are about to be made again."""
+        path = self.out / "metrics.jsonl"
+        if path.exists():
+            lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+            kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= self.step]
+            path.write_text("".join(kept), encoding="utf-8")
+
+
+def train(
+    target: Target,
+    chats: Sequence[Chat],
+    config: TrainConfig,
+    out: str | os.PathLike[str],
+    features: str | os.PathLike[str] | None = None,
+    resume: bool = True,
+) -> Draft:
+    """Train a draft for `target` and save it in `out/draft`.
+
+    Killed at any step and started again, a run ends with the same weights.
+
+    Arguments and errors as in `Trainer`.
+
+    Example:
+        >>> draft = train(target, read_chats("chats"), TrainConfig(steps=600), "run")  # doctest: +SKIP
+    """
+    draft = Trainer(target, chats, config, out, features, resume).run()
+    save_draft(draft, Path(out) / "draft", dtype="float32")
+    return draft

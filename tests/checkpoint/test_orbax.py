@@ -1,0 +1,139 @@
+"""Targets in Orbax folders."""
+
+import json
+import shutil
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from loading import TARGETS, edited, put, target
+
+from eagle3_jax.checkpoint import targets
+from eagle3_jax.checkpoint.orbax import META_FILE
+from eagle3_jax.checkpoint.targets import Target, load_target, save_target_orbax
+from eagle3_jax.errors import Eagle3Error
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("orbax") / "saved"
+    save_target_orbax(target("llama_gqa_rope3"), folder)
+    return folder
+
+
+def assert_equal(a: Target, b: Target) -> None:
+    assert a.model == b.model and a.eos_ids == b.eos_ids
+    assert jax.tree.structure(a.params) == jax.tree.structure(b.params)
+    for x, y in zip(jax.tree.leaves(a.params), jax.tree.leaves(b.params), strict=True):
+        assert x.dtype == y.dtype
+        np.testing.assert_array_equal(np.asarray(x).view(np.uint8), np.asarray(y).view(np.uint8))
+
+
+@pytest.mark.parametrize("name", ["llama_tied", "llama_gqa_rope3"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_restoring_is_bit_exact(name: str, dtype: str, tmp_path: Path) -> None:
+    loaded = load_target(TARGETS / name, dtype)
+    save_target_orbax(loaded, tmp_path / "saved")
+    assert_equal(load_target(tmp_path / "saved"), loaded)
+
+
+def test_another_dtype_is_cast(saved: Path) -> None:
+    assert_equal(load_target(saved, "bfloat16"), load_target(TARGETS / "llama_gqa_rope3", "bfloat16"))
+
+
+def test_rope_settings_and_stop_ids_survive(tmp_path: Path) -> None:
+    def turn(config: dict) -> None:
+        config["eos_token_id"] = [9, 4]
+        del config["rope_parameters"]
+        config["rope_theta"] = 12345.5
+        config["rope_scaling"] = {"type": "linear", "factor": 2.5}
+
+    loaded = load_target(edited(TARGETS / "llama_tied", tmp_path / "hf", config=turn))
+    assert (loaded.model.config.rope.kind, loaded.eos_ids) == ("linear", (9, 4))
+    save_target_orbax(loaded, tmp_path / "saved")
+    assert_equal(load_target(tmp_path / "saved"), loaded)
+
+
+def test_tokenizer_files_are_copied(tmp_path: Path) -> None:
+    import tokenizers
+
+    folder = edited(TARGETS / "llama_tied", tmp_path / "hf", config=put("eos_token_id", None))
+    vocab = {chr(97 + i): i for i in range(20)}
+    tokenizers.Tokenizer(tokenizers.models.BPE(vocab, [])).save(str(folder / "tokenizer.json"))
+    template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": template, "eos_token": "c"}))
+    loaded = load_target(folder)
+    assert loaded.tokenizer is not None and loaded.eos_ids == (2,)
+    save_target_orbax(loaded, tmp_path / "saved")
+    shutil.rmtree(folder)
+    again = load_target(tmp_path / "saved")
+    assert again.tokenizer is not None and again.eos_ids == (2,)
+    assert again.tokenizer.encode_chat([{"role": "user", "content": "bad"}]) == [1, 0, 3]
+
+
+@pytest.mark.model
+def test_a_gguf_tokenizer_survives(tmp_path: Path) -> None:
+    loaded = load_target("smollm2-135m", "bfloat16")
+    small = Target(
+        "s", target("llama_tied").model, target("llama_tied").params, loaded.tokenizer, (2,), loaded.source
+    )
+    save_target_orbax(small, tmp_path / "saved")
+    again = load_target(tmp_path / "saved")
+    assert loaded.tokenizer is not None and again.tokenizer is not None and again.eos_ids == (2,)
+    chat = [{"role": "user", "content": "Why 1234 rainbows? é 🌈"}]
+    assert again.tokenizer.encode_chat(chat) == loaded.tokenizer.encode_chat(chat)
+
+
+def test_damaged_folders_are_refused(saved: Path, tmp_path: Path) -> None:
+    def damaged(name: str) -> Path:
+        shutil.copytree(saved, tmp_path / name)
+        return tmp_path / name
+
+    def refused(folder: Path, match: str) -> None:
+        with pytest.raises(Eagle3Error, match=match) as caught:
+            load_target(folder)
+        assert "\n" not in str(caught.value)
+
+    folder = damaged("no params")
+    shutil.rmtree(folder / "params")
+    refused(folder, "Orbax cannot restore")
+    folder = damaged("no data")
+    for file in (folder / "params").rglob("d/*"):
+        file.write_bytes(file.read_bytes()[:100])
+    refused(folder, "Orbax cannot restore")
+    folder = damaged("another shape")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "intermediate_size": 71}))
+    refused(folder, "Orbax cannot restore.*shape")
+    (folder / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 5}))
+    refused(folder, "Orbax cannot restore")
+    (folder / META_FILE).write_text(
+        '{"format": "eagle3_jax.orbax", "version": 2, "kind": "target", "dtype": "x"}'
+    )
+    refused(folder, "not a checkpoint that this version")
+
+
+def test_nan_is_refused(tmp_path: Path) -> None:
+    loaded = load_target(TARGETS / "llama_tied")
+    norm = loaded.params["final_norm"]["weight"]
+    loaded.params["final_norm"]["weight"] = norm.replace(value=norm.value.at[3].set(np.nan))
+    save_target_orbax(loaded, tmp_path / "saved")
+    with pytest.raises(Eagle3Error, match="weight final_norm/weight holds NaN"):
+        load_target(tmp_path / "saved")
+
+
+def test_an_interrupted_save_leaves_nothing_or_the_old_one(
+    saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(saved, tmp_path / "saved")
+
+    def fail(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(targets, "write_json_atomic", fail)
+    for name in ("saved", "new"):
+        with pytest.raises(Eagle3Error, match="No space left on device"):
+            save_target_orbax(target("llama_tied"), tmp_path / name)
+    assert [entry.name for entry in tmp_path.iterdir()] == ["saved"]
+    assert_equal(load_target(tmp_path / "saved"), target("llama_gqa_rope3"))
