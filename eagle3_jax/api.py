@@ -83,8 +83,8 @@ def encode_ids(
         int32 [B, P] ids padded at the end with 0, and int32 [B] lengths.
 
     Raises:
-        Eagle3Error: no prompts, an empty one, one longer than the context or the largest bucket, or an id that
-            is not in the vocabulary.
+        Eagle3Error: no prompts, an empty one, one longer than the context or the largest bucket, or an id
+            that is not in the vocabulary.
 
     Example:
         >>> encode_ids(target, [[1, 2, 3]])[0].shape  # doctest: +SKIP
@@ -96,7 +96,9 @@ def encode_ids(
     for row in rows:
         for i in row:
             if isinstance(i, bool) or not isinstance(i, int | np.integer) or not 0 <= i < config.vocab_size:
-                raise Eagle3Error(f"{i!r:.40} is no token id; 0 to {config.vocab_size - 1} are")
+                raise Eagle3Error(
+                    f"{i!r:.40} is no token id; ids from 0 to {config.vocab_size - 1} are needed"
+                )
     longest = max(map(len, rows))
     if longest >= config.max_position:
         raise Eagle3Error(

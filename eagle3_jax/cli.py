@@ -13,10 +13,10 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from eagle3_jax.commands import bench, generate, score, verify
+from eagle3_jax.commands import bench, distill, evaluate, generate, score, train, verify
 from eagle3_jax.errors import Eagle3Error
 
-VERBS = (generate, score, verify, bench)
+VERBS = (generate, score, verify, distill, train, evaluate, bench)
 REFUSED, INTERRUPTED, CLOSED_PIPE = 2, 130, 141
 """Exit codes, the last two as a shell reports SIGINT and SIGPIPE."""
 
@@ -57,9 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def make_parser() -> argparse.ArgumentParser:
     """The parser of all verbs; a parsed namespace carries its verb's function as `run`."""
-    parser = _Parser(
-        prog="eagle3-jax", description="EAGLE-3 speculative decoding in JAX.", allow_abbrev=False
-    )
+    parser = _Parser(prog="eagle3-jax", description="EAGLE-3 speculative decoding in JAX.", allow_abbrev=False)
     verbs = parser.add_subparsers(metavar="VERB", required=True)
     for verb in VERBS:
         summary = (verb.__doc__ or "").partition("\n")[0]

@@ -166,7 +166,8 @@ class Fields:
         if value is None:
             raise Eagle3Error(f"{self.where}: field {name} is missing; a positive integer is needed")
         if isinstance(value, bool) or not isinstance(value, int) or not 0 < value < 2**31:
-            raise Eagle3Error(f"{self.where}: field {name} is {value!r}; a positive integer is needed")
+            shown = repr(value)[:40]
+            raise Eagle3Error(f"{self.where}: field {name} is {shown}; a positive integer is needed")
         return value
 
     def number(self, name: str, default: float | None = None, above: float = 0.0) -> float:
@@ -176,8 +177,9 @@ class Fields:
             Eagle3Error: absent without a default, not a number, or out of range.
         """
         value = self.get(name, default)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not above < value < float("inf"):
-            raise Eagle3Error(f"{self.where}: field {name} is {value!r}; a number above {above:g} is needed")
+        if isinstance(value, bool) or not isinstance(value, int | float) or not above < value < 1e300:
+            shown = repr(value)[:40]
+            raise Eagle3Error(f"{self.where}: field {name} is {shown}; a number above {above:g} is needed")
         return float(value)
 
     def flag(self, name: str, default: bool = False) -> bool:
@@ -200,8 +202,10 @@ class Fields:
         value = self.get(name)
         allowed = list(allowed)
         if value is not None and value not in allowed:
-            text = " or ".join(map(repr, allowed))
-            raise Eagle3Error(f"{self.where}: field {name} is {value!r}; only {text} is supported")
+            text = (
+                f"only {' or '.join(map(repr, allowed))} is supported" if allowed else "it is not supported"
+            )
+            raise Eagle3Error(f"{self.where}: field {name} is {value!r}; {text}")
 
 
 _ROPE_FIELDS = frozenset(
@@ -217,8 +221,7 @@ def parse_rope(fields: Fields, max_position: int) -> RopeConfig:
         Eagle3Error: unknown kind, unknown field inside, or a value out of range.
     """
     top_theta = fields.number("rope_theta", 10000.0)
-    scaling = fields.get("rope_parameters") or fields.get("rope_scaling") or {}
-    fields.read |= {"rope_parameters", "rope_scaling"}
+    scaling = fields.get("rope_parameters", fields.get("rope_scaling", {}))
     if not isinstance(scaling, Mapping):
         raise Eagle3Error(f"{fields.where}: rope settings are {scaling!r}; an object is needed")
     inner = Fields(scaling, f"{fields.where}: rope settings")
@@ -276,9 +279,7 @@ def parse_llama(config: Mapping[str, Any], where: str) -> LlamaConfig:
             the result.
     """
     fields = Fields(config, where)
-    architectures = config.get("architectures") or ["LlamaForCausalLM"]
-    if list(architectures) != ["LlamaForCausalLM"]:
-        raise Eagle3Error(f"{where}: architecture {architectures} is not supported; use LlamaForCausalLM")
+    fields.expect("architectures", [["LlamaForCausalLM"]])
     fields.expect("hidden_act", ["silu", "swish"])
     fields.expect("sliding_window", [])
     hidden, heads = fields.size("hidden_size"), fields.size("num_attention_heads")

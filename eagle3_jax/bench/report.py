@@ -60,9 +60,7 @@ def _cells(cells: Sequence[dict[str, Any]]) -> list[str]:
             ]
         )
     widths = [max(len(row[i]) for row in rows) for i in range(len(header))]
-    return [
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
-    ]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
 
 
 def _ms(seconds: float) -> str:

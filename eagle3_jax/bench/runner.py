@@ -95,9 +95,7 @@ def run_bench(
         sampling = Sampling.make(
             concurrency, temperature=temperature, eos_ids=target.eos_ids, max_tokens=max_new_tokens
         )
-        cells = _measure_cells(
-            target, draft, batches, chains, max_new_tokens, sampling, seed, repeats, bar.update
-        )
+        cells = _measure_cells(target, draft, batches, chains, max_new_tokens, sampling, seed, repeats, bar.update)
     return {
         "machine": machine(),
         "target": target.name,
@@ -193,9 +191,7 @@ def measure_stages(
     return {
         "plain_step_seconds": median["plain"],
         "verify_seconds": {
-            name.removeprefix("verify "): seconds
-            for name, seconds in median.items()
-            if name.startswith("verify ")
+            name.removeprefix("verify "): seconds for name, seconds in median.items() if name.startswith("verify ")
         },
         "draft_step_seconds": median["draft"],
         "round_overhead": {"greedy": overhead("greedy"), "sampled": overhead("sampled")},
@@ -274,9 +270,7 @@ def _draft_steps(setup: Setup, model: Any, params: Params, state: State, iterati
 
     def body(_: Array, carry: tuple) -> tuple:
         ids, y, cache = carry
-        step = chain_step(
-            state.table, state.length, jnp.ones_like(state.length), 1, block_size, cache.shape[0]
-        )
+        step = chain_step(state.table, state.length, jnp.ones_like(state.length), 1, block_size, cache.shape[0])
         g = model.apply(draft, y, method="feedback")
         y, cache = model.apply(draft, g, ids, step.positions, paged_attention(step), cache, shared)
         return _next_ids(model.apply(draft, y, shared, method="logits")), y, cache
@@ -369,9 +363,7 @@ def _cell(plain: list[float], speculative: list[float], stats: Any) -> dict[str,
 
 def _refuse_errors(finish: Array) -> None:
     if np.any(np.asarray(finish) == ERROR):
-        raise Eagle3Error(
-            "the logits have no finite maximum; the weights or the activations' dtype are at fault"
-        )
+        raise Eagle3Error("the logits have no finite maximum; the weights or the activations' dtype are at fault")
 
 
 def _seconds(run: Callable[[], Any]) -> float:
@@ -382,4 +374,5 @@ def _seconds(run: Callable[[], Any]) -> float:
 
 def _seconds_per_iteration(run: Callable[[Any], Any]) -> float:
     short, long = (_seconds(partial(run, jnp.int32(n))) for n in (SHORT, LONG))
-    return (long - short) / (LONG - SHORT)
+    # Never 0 or less, which rounding makes of a model that takes no time.
+    return max(long - short, 1e-9) / (LONG - SHORT)

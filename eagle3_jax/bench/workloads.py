@@ -44,9 +44,7 @@ def load_workload(name: str) -> Workload:
     else:
         path = Path(name)
         if not path.exists():
-            raise Eagle3Error(
-                f"prompts {name!r}: no such file and no packaged set; packaged: {', '.join(PACKAGED)}"
-            )
+            raise Eagle3Error(f"prompts {name!r}: no such file and no packaged set; packaged: {', '.join(PACKAGED)}")
     value = read_json_value(path)
     prompts = value if isinstance(value, list) and all(isinstance(p, list) and p for p in value) else []
     for kind, key in ((dict, "chats"), (int, "ids")):

@@ -118,7 +118,9 @@ class Step:
     page_size: int = struct.field(pytree_node=False)
 
 
-def chain_step(table: Array, start: Array, count: Array, length: int, block_size: int, num_slots: int) -> Step:
+def chain_step(
+    table: Array, start: Array, count: Array, length: int, block_size: int, num_slots: int
+) -> Step:
     """The step of `length` consecutive tokens after `start`, of which the first `count` are real.
 
     Args:

@@ -196,11 +196,7 @@ def _check_kind(config: Mapping[str, Any], source: TensorSource, where: str) -> 
             f"{where}: field {found[0]} means an MLA draft (DeepSeek, Kimi), which is not supported yet"
         )
     architectures = config.get("architectures") or ["LlamaForCausalLMEagle3"]
-    if (
-        not isinstance(architectures, list)
-        or len(architectures) != 1
-        or architectures[0] not in _ARCHITECTURES
-    ):
+    if len(architectures) != 1 or architectures[0] not in _ARCHITECTURES:
         raise Eagle3Error(
             f"{where}: architecture {quote(architectures)} is not supported; "
             f"drafts of {', '.join(_ARCHITECTURES)} are"

@@ -21,7 +21,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     """The folder's config.json.
 
     Raises:
-        Eagle3Error: it is missing or not a JSON object.
+        Eagle3Error: it is missing, not a JSON object, or its architectures are no list of names.
     """
     if not (folder / "config.json").is_file():
         hint = (
@@ -30,7 +30,13 @@ def read_config(folder: Path) -> dict[str, Any]:
             else "give a Hugging Face checkpoint folder"
         )
         raise Eagle3Error(f"{folder}: no config.json in this folder; {hint}")
-    return read_json(folder / "config.json")
+    config = read_json(folder / "config.json")
+    names = config.get("architectures")
+    if names is not None and not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
+        raise Eagle3Error(
+            f"{folder / 'config.json'}: architectures is {quote(names)}; a list of names is needed"
+        )
+    return config
 
 
 def is_draft(config: Mapping[str, Any], source: TensorSource | None = None) -> bool:

@@ -10,6 +10,7 @@ from eagle3_jax.commands.options import (
     add_json_argument,
     add_seed_argument,
     add_target_arguments,
+    encode_workload,
     load_pair,
     number,
     output_file,
@@ -28,15 +29,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         help=f"chain:K; repeatable, or several with commas (default: {DEFAULT_SPECULATION})",
     )
-    parser.add_argument(
-        "--prompts", default="dev", help="packaged prompt set (dev), or F.json: a list of chats"
-    )
+    parser.add_argument("--prompts", default="dev", help="packaged prompt set (dev), or F.json: a list of chats")
     parser.add_argument("--max-new-tokens", metavar="N", type=whole(1), default=96, help="(default: 96)")
     parser.add_argument("--temperature", type=number(0, 1e6), default=0.0, help="0 is greedy (default)")
     add_seed_argument(parser)
-    parser.add_argument(
-        "--repeats", type=whole(1, 1000), default=3, help="turns of each measurement (default: 3)"
-    )
+    parser.add_argument("--repeats", type=whole(1, 1000), default=3, help="turns of each measurement (default: 3)")
     parser.add_argument("--concurrency", type=whole(1, 4096), default=1, help="prompts a batch (default: 1)")
     parser.add_argument("--out", metavar="F.json", type=output_file, help="also write the JSON object there")
     add_json_argument(parser)
@@ -44,23 +41,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Measure, then print the table or the JSON object."""
-    import eagle3_jax as e3
     from eagle3_jax.bench.report import table
     from eagle3_jax.bench.runner import run_bench
     from eagle3_jax.bench.workloads import load_workload
     from eagle3_jax.checkpoint.files import write_json_atomic
     from eagle3_jax.decoding.request import parse_speculation
 
-    # A comma separates settings only where another name follows: tree:depth=5,top_k=4 is one.
-    given = ",".join(args.speculation or [DEFAULT_SPECULATION])
-    speculations = list(dict.fromkeys(re.split(r",(?=[a-z]+(?::|,|$))", given)))
+    speculations = split_speculations(args.speculation or [DEFAULT_SPECULATION])
     for text in speculations:
         parse_speculation(text)
     workload = load_workload(args.prompts)
     target, draft = load_pair(args)
     if draft is None:
         raise Eagle3Error(f"no draft is registered for {args.target}; name one with --draft")
-    prompts = e3.encode(target, workload.chats) if workload.chats else e3.encode_ids(target, workload.ids)
+    prompts = encode_workload(workload, target)
     report = run_bench(
         target,
         draft,
@@ -77,3 +71,11 @@ def run(args: argparse.Namespace) -> int:
         write_json_atomic(args.out, report)
     print(json.dumps(report) if args.json else table(report))
     return 0
+
+
+def split_speculations(given: list[str]) -> list[str]:
+    """The settings of several --speculation flags, each once.
+
+    A comma separates settings only where another name follows: tree:depth=5,top_k=4 is one.
+    """
+    return list(dict.fromkeys(re.split(r",(?=[a-z]+(?::|,|$))", ",".join(given))))

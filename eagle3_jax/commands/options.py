@@ -14,6 +14,7 @@ from eagle3_jax.errors import Eagle3Error
 if TYPE_CHECKING:
     from jax import Array
 
+    from eagle3_jax.bench.workloads import Workload
     from eagle3_jax.checkpoint.drafts import Draft
     from eagle3_jax.checkpoint.targets import Target
     from eagle3_jax.decoding.request import GenerationConfig
@@ -82,9 +83,7 @@ def output_file(text: str) -> Path:
 
 def add_target_arguments(parser: argparse.ArgumentParser) -> None:
     """--target and --dtype."""
-    parser.add_argument(
-        "--target", required=True, help="model name, Hugging Face folder, GGUF file or Orbax folder"
-    )
+    parser.add_argument("--target", required=True, help="model name, Hugging Face folder, GGUF file or Orbax folder")
     parser.add_argument(
         "--dtype",
         choices=("float32", "bfloat16", "float16"),
@@ -111,17 +110,14 @@ def add_draft_arguments(parser: argparse.ArgumentParser, optional: bool = True) 
 def add_prompt_arguments(parser: argparse.ArgumentParser) -> None:
     """--prompt, --messages, --prompt-ids: exactly one."""
     group = parser.add_mutually_exclusive_group(required=True)
-    group.add_argument(
-        "--prompt", metavar="TEXT", help="one user message (plain text without a chat template)"
-    )
+    group.add_argument("--prompt", metavar="TEXT", help="one user message (plain text without a chat template)")
     group.add_argument("--messages", metavar="F.json", help="a chat, or a list of chats")
     add_prompt_ids_argument(group)
 
 
-def add_prompt_ids_argument(parser: Any, required: bool = False) -> None:
+def add_prompt_ids_argument(parser: Any, help: str = "a list of lists of token ids", **options: Any) -> None:
     """--prompt-ids alone; `parser` may be a group."""
-    extra = {"required": True} if required else {}
-    parser.add_argument("--prompt-ids", metavar="F.json", help="a list of lists of token ids", **extra)
+    parser.add_argument("--prompt-ids", metavar="F.json", help=help, **options)
 
 
 def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
@@ -134,9 +130,7 @@ def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--top-k", type=whole(0), default=0, help="0 is off (default)")
     parser.add_argument("--top-p", type=number(1e-6, 1), default=1.0, help="1 is off (default)")
     parser.add_argument("--min-p", type=number(0, 1), default=0.0, help="0 is off (default)")
-    parser.add_argument(
-        "--repetition-penalty", type=number(1e-6, 1e6), default=1.0, help="1 is off (default)"
-    )
+    parser.add_argument("--repetition-penalty", type=number(1e-6, 1e6), default=1.0, help="1 is off (default)")
     parser.add_argument("--presence-penalty", type=number(-1e6, 1e6), default=0.0, help="0 is off (default)")
     parser.add_argument("--frequency-penalty", type=number(-1e6, 1e6), default=0.0, help="0 is off (default)")
     parser.add_argument("--min-tokens", type=whole(0), default=0, help="no stop before that many tokens")
@@ -149,9 +143,7 @@ def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
 
 def add_seed_argument(parser: argparse.ArgumentParser) -> None:
     """--seed."""
-    parser.add_argument(
-        "--seed", type=whole(0, 2**32 - 1), default=0, help="of the random draws (default: 0)"
-    )
+    parser.add_argument("--seed", type=whole(0, 2**32 - 1), default=0, help="of the random draws (default: 0)")
 
 
 def add_json_argument(parser: argparse.ArgumentParser) -> None:
@@ -265,16 +257,21 @@ def read_prompt_ids(path: str) -> list[list[int]]:
 
     value = read_json_value(path)
     if not isinstance(value, list) or not value or not all(_is_prompt(prompt) for prompt in value):
-        raise Eagle3Error(
-            f"{path}: holds no token ids; a list of non-empty lists, such as [[1, 2, 3]], is needed"
-        )
+        raise Eagle3Error(f"{path}: holds no token ids; a list of non-empty lists, such as [[1, 2, 3]], is needed")
     return value
 
 
 def _is_prompt(prompt: Any) -> bool:
-    return (
-        isinstance(prompt, list) and bool(prompt) and all(type(i) is int and 0 <= i < 2**31 for i in prompt)
-    )
+    return isinstance(prompt, list) and bool(prompt) and all(type(i) is int and 0 <= i < 2**31 for i in prompt)
+
+
+def encode_workload(workload: "Workload", target: "Target") -> "tuple[Array, Array]":
+    """Padded ids int32 [B, P] and lengths int32 [B] of a prompt set.
+
+    Raises:
+        Eagle3Error: chats for a target without a tokenizer, or prompts the target cannot take.
+    """
+    return Prompts(chats=workload.chats or None, ids=workload.ids or None).encode(target)
 
 
 @dataclasses.dataclass(frozen=True)

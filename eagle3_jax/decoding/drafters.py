@@ -11,6 +11,7 @@ from jax import Array
 from eagle3_jax.cache.paged import chain_step, make_pools
 from eagle3_jax.models.attention import paged_attention
 from eagle3_jax.models.eagle3 import Eagle3, shared_weights
+from eagle3_jax.models.layers import apply
 
 Pick = Callable[[int, Array, Array | None], Array]
 """pick(j, logits [B, Vd], target_ids [Vd] or None) -> the j-th draft int32 [B] in the target's vocabulary."""
@@ -128,17 +129,12 @@ class Eagle3Drafter:
         """Write the verified rows' keys and values from true features."""
         return self._extend(params, cache, rows, block_size)[1]
 
-    def _extend(
-        self, params: tuple[Any, Any], cache: Array, rows: Verified, block_size: int
-    ) -> tuple[Array, Array]:
-        draft = {"params": params[0]}
-        g = self.model.apply(draft, rows.features, method="fuse")
+    def _extend(self, params: tuple[Any, Any], cache: Array, rows: Verified, block_size: int) -> tuple[Array, Array]:
+        g = apply(self.model, params[0], rows.features, method="fuse")
         length = rows.next_ids.shape[1]
         step = chain_step(rows.table, rows.start, rows.count, length, block_size, cache.shape[0])
         shared = shared_weights(params[1])
-        return self.model.apply(
-            draft, g, rows.next_ids, step.positions, paged_attention(step), cache, shared
-        )  # pyright: ignore[reportReturnType]
+        return apply(self.model, params[0], g, rows.next_ids, step.positions, paged_attention(step), cache, shared)
 
     def propose(
         self, params: tuple[Any, Any], cache: Array, rows: Verified, length: int, pick: Pick, block_size: int
@@ -148,8 +144,7 @@ class Eagle3Drafter:
         The extend pass overwrites, with true features, the keys and values that the last round's drafting
         wrote from the draft's own features, and writes those of the last draft after a full acceptance.
         """
-        draft, shared = {"params": params[0]}, shared_weights(params[1])
-        target_ids = params[0].get("target_ids")
+        shared, target_ids = shared_weights(params[1]), params[0].get("target_ids")
         y, cache = self._extend(params, cache, rows, block_size)
         last = jnp.maximum(rows.count - 1, 0)[:, None, None]
         y = jnp.take_along_axis(y, last, axis=1)
@@ -157,11 +152,11 @@ class Eagle3Drafter:
         drafts: list[Array] = []
         for j in range(length):
             if j > 0:
-                g = self.model.apply(draft, y, method="feedback")
+                g = apply(self.model, params[0], y, method="feedback")
                 one = jnp.ones_like(end)
                 step = chain_step(rows.table, end + j - 1, one, 1, block_size, cache.shape[0])
                 attend = paged_attention(step)
-                y, cache = self.model.apply(draft, g, drafts[-1][:, None], step.positions, attend, cache, shared)
-            logits = self.model.apply(draft, y[:, 0], shared, method="logits")
+                y, cache = apply(self.model, params[0], g, drafts[-1][:, None], step.positions, attend, cache, shared)
+            logits = apply(self.model, params[0], y[:, 0], shared, method="logits")
             drafts.append(pick(j, logits, target_ids))
         return jnp.stack(drafts, axis=1), cache

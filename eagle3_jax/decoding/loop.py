@@ -9,6 +9,7 @@ F joined feature width, M blocks of a row.
 
 import dataclasses
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -42,6 +43,7 @@ from eagle3_jax.decoding.sampling import (
 )
 from eagle3_jax.models.attention import paged_attention
 from eagle3_jax.models.eagle3 import Eagle3
+from eagle3_jax.models.layers import apply
 from eagle3_jax.models.llama import Llama
 
 RUNNING, STOP, LENGTH, ERROR = 0, 1, 2, 3
@@ -153,7 +155,7 @@ def decode_round(setup: Setup, params: Params, sampling: Sampling, state: State)
         fed = jnp.concatenate([state.last[:, None], proposed], axis=1)
         count = jnp.where(state.finish == RUNNING, drafts + 1, 0)
         hidden, features, pools = _forward(setup, params[0], fed, state.length, count, state.table, state.pools)
-        logits = setup.target.apply({"params": params[0]}, hidden, method="logits")
+        logits = apply(setup.target, params[0], hidden, method="logits")
         drawn, sound = _draw(setup, sampling, state, logits, proposed, noise)
     with jax.named_scope("accept"):
         matches = jnp.cumprod(drawn[:, :drafts] == proposed, axis=1, dtype=jnp.int32)
@@ -161,9 +163,9 @@ def decode_round(setup: Setup, params: Params, sampling: Sampling, state: State)
         emit, finish = _emittable(sampling, state, drawn, sound, accepted + 1)
     with jax.named_scope("commit"):
         pending = Verified(features, drawn, state.length, emit, state.table)
-        state = state.replace(pools=pools, draft_cache=draft_cache, pending=pending, length=state.length + emit)
+        state = replace(state, pools=pools, draft_cache=draft_cache, pending=pending, length=state.length + emit)
         stats = _count(state, drafts, jnp.minimum(accepted, emit))
-        return _emit(state.replace(stats=stats), drawn, emit, finish, logits)
+        return _emit(replace(state, stats=stats), drawn, emit, finish, logits)
 
 
 def _pick(
@@ -188,9 +190,7 @@ def _forward(
     """The target over [B, T] new tokens: (hidden [B, T, H], features [B, T, F], pools)."""
     block_size = setup.config.block_size
     step = chain_step(table, start, count, token_ids.shape[1], block_size, pools[0].shape[0])
-    out = setup.target.apply(
-        {"params": params}, token_ids, step.positions, paged_attention(step), pools, setup.drafter.taps
-    )
+    out = apply(setup.target, params, token_ids, step.positions, paged_attention(step), pools, setup.drafter.taps)
     return out.hidden, out.features, out.caches
 
 
@@ -206,9 +206,7 @@ def _draw(
     return jnp.minimum(drawn, logits.shape[-1] - 1), sound & (drawn < logits.shape[-1])
 
 
-def _emittable(
-    sampling: Sampling, state: State, drawn: Array, sound: Array, count: Array
-) -> tuple[Array, Array]:
+def _emittable(sampling: Sampling, state: State, drawn: Array, sound: Array, count: Array) -> tuple[Array, Array]:
     """How many of the `count` [B] drawn tokens to emit, and the finish reason after them.
 
     A row ends at its first stop token, at its limit, or before its first unsound row.
@@ -222,12 +220,11 @@ def _emittable(
     running = state.finish == RUNNING
     first_stop, first_unsound = first(is_stop(drawn, sampling)), first(~sound)
     room = state.limit - state.emitted
-    emit = jnp.minimum(jnp.minimum(count, room), jnp.minimum(first_stop + 1, first_unsound))
-    emit = jnp.where(running, jnp.maximum(emit, 0), 0)
-    finish = jnp.where(emit == room, LENGTH, RUNNING)
-    finish = jnp.where(first_unsound < jnp.minimum(count, room), jnp.where(emit == first_unsound, ERROR, finish), finish)
-    finish = jnp.where(emit == first_stop + 1, STOP, finish)
-    return emit, jnp.where(running, finish, state.finish).astype(jnp.int8)
+    most = jnp.minimum(count, room)
+    emit = jnp.minimum(most, jnp.minimum(first_stop + 1, first_unsound))
+    ends = [emit == first_stop + 1, emit < most, emit == room]
+    finish = jnp.select(ends, [jnp.int8(STOP), jnp.int8(ERROR), jnp.int8(LENGTH)], jnp.int8(RUNNING))
+    return jnp.where(running, emit, 0), jnp.where(running, finish, state.finish)
 
 
 def _emit(state: State, drawn: Array, emit: Array, finish: Array, logits: Array) -> State:
@@ -244,8 +241,9 @@ def _emit(state: State, drawn: Array, emit: Array, finish: Array, logits: Array)
         logprobs = logprobs.at[row, place].set(log_probability(logits, drawn), mode="drop")
     if history is not None:
         ids = jnp.where(kept, drawn, history.output_counts.shape[1])
-        history = history.replace(output_counts=history.output_counts.at[row, ids].add(1, mode="drop"))
-    return state.replace(
+        history = replace(history, output_counts=history.output_counts.at[row, ids].add(1, mode="drop"))
+    return replace(
+        state,
         tokens=tokens,
         emitted=state.emitted + emit,
         finish=finish,
@@ -270,9 +268,7 @@ def _count(state: State, drafts: int, accepted: Array) -> Stats:
     )
 
 
-def prefill(
-    setup: Setup, params: Params, token_ids: Array, lengths: Array, keys: Array, sampling: Sampling
-) -> State:
+def prefill(setup: Setup, params: Params, token_ids: Array, lengths: Array, keys: Array, sampling: Sampling) -> State:
     """Run the prompts in chunks and draw each row's first token.
 
     Args:
@@ -308,22 +304,20 @@ def prefill(
     carry = (jnp.int32(0), state.pools, state.draft_cache, hidden, state.pending.features[:, 0])
     _, pools, draft_cache, hidden, feature = lax.while_loop(lambda c: c[0] < chunks, body, carry)
 
-    logits = setup.target.apply({"params": params[0]}, hidden[:, None], method="logits")
+    logits = apply(setup.target, params[0], hidden[:, None], method="logits")
     nothing = jnp.zeros((token_ids.shape[0], 0), jnp.int32)
     noise = noise_if_sampled(keys, lengths[:, None], setup.target.config.vocab_size, sampling)
     first, sound = _draw(setup, sampling, state, logits, nothing, noise)
     emit, finish = _emittable(sampling, state, first, sound, jnp.ones_like(lengths))
     pending = state.pending
-    pending = pending.replace(
-        features=pending.features.at[:, 0].set(feature), next_ids=pending.next_ids.at[:, 0].set(first[:, 0])
+    pending = replace(
+        pending, features=pending.features.at[:, 0].set(feature), next_ids=pending.next_ids.at[:, 0].set(first[:, 0])
     )
-    state = state.replace(pools=pools, draft_cache=draft_cache, pending=pending)
+    state = replace(state, pools=pools, draft_cache=draft_cache, pending=pending)
     return _emit(state, first, emit, finish, logits)
 
 
-def _initial_state(
-    setup: Setup, token_ids: Array, lengths: Array, keys: Array, sampling: Sampling
-) -> State:
+def _initial_state(setup: Setup, token_ids: Array, lengths: Array, keys: Array, sampling: Sampling) -> State:
     batch, prompt = token_ids.shape
     config, model, drafts = setup.config, setup.target.config, setup.drafts
     capacity = min(prompt + config.max_new_tokens, model.max_position)
@@ -432,7 +426,15 @@ def generate(
 ) -> Generation:
     """Plain decoding: the same loop without a drafter; arguments as in `speculative_generate`."""
     return speculative_generate(
-        params, (), token_ids, lengths, keys, sampling, target_model=model, draft_model=NoDrafter(), config=config
+        params,
+        (),
+        token_ids,
+        lengths,
+        keys,
+        sampling,
+        target_model=model,
+        draft_model=NoDrafter(),
+        config=config,
     )
 
 

@@ -1,8 +1,11 @@
 """What a run compiles, and the checks a request passes before it runs."""
 
 import dataclasses
+import re
 
 import jax
+import jax.core
+import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
@@ -16,15 +19,15 @@ class Chain:
     """Draft a chain of `length` tokens a round.
 
     Raises:
-        Eagle3Error: a length below 1.
+        Eagle3Error: a length that is not an integer from 1 to 64.
     """
 
     length: int
 
     def __post_init__(self) -> None:
         """Refuse an impossible length."""
-        if self.length < 1:
-            raise Eagle3Error(f"a chain of {self.length} drafts nothing; use a length of at least 1")
+        if type(self.length) is not int or not 1 <= self.length <= 64:
+            raise Eagle3Error(f"a chain's length is {self.length!r}; an integer from 1 to 64 is needed")
 
 
 def parse_speculation(text: str) -> Chain:
@@ -33,10 +36,12 @@ def parse_speculation(text: str) -> Chain:
     Raises:
         Eagle3Error: anything else.
     """
-    kind, _, length = text.partition(":")
-    if kind != "chain" or not length.isdecimal() or not 1 <= int(length) <= 64:
-        raise Eagle3Error(f"speculation {text!r} is not understood; use chain:K with K from 1 to 64, e.g. chain:4")
-    return Chain(int(length))
+    match = re.fullmatch(r"chain:([1-9][0-9]?)", text)
+    if match is None or int(match[1]) > 64:
+        raise Eagle3Error(
+            f"speculation {text[:40]!r} is not understood; use chain:K with K from 1 to 64, e.g. chain:4"
+        )
+    return Chain(int(match[1]))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,8 +72,11 @@ class GenerationConfig:
     def __post_init__(self) -> None:
         """Refuse impossible sizes and unknown transforms."""
         for name in ("max_new_tokens", "prefill_chunk", "block_size"):
-            if getattr(self, name) < 1:
-                raise Eagle3Error(f"{name} is {getattr(self, name)}; at least 1 is needed")
+            value = getattr(self, name)
+            if type(value) is not int or not 1 <= value < 2**31:
+                raise Eagle3Error(f"{name} is {value!r}; an integer of at least 1 is needed")
+        if not isinstance(self.speculation, Chain) or not isinstance(self.transforms, tuple):
+            raise Eagle3Error("speculation must be a Chain and transforms a tuple of names")
         check_transforms(self.transforms)
 
 
@@ -81,10 +89,12 @@ def check_request(
         Eagle3Error: shapes that do not fit each other, an empty prompt, one that fills the context, an id outside
             the vocabulary, or a transform asked for but not compiled in.
     """
-    if token_ids.ndim != 2 or lengths.shape != token_ids.shape[:1]:
-        raise Eagle3Error(f"prompts have shape {token_ids.shape} and lengths {lengths.shape}; [B, P] and [B] fit")
+    if token_ids.ndim != 2 or lengths.shape != token_ids.shape[:1] or 0 in token_ids.shape:
+        raise Eagle3Error(f"prompts have shape {token_ids.shape}, lengths {lengths.shape}; [B, P] and [B] are needed")
+    if token_ids.dtype != jnp.int32 or lengths.dtype != jnp.int32:
+        raise Eagle3Error(f"prompts are {token_ids.dtype}, lengths {lengths.dtype}; int32 is needed")
     if sampling.temperature.shape != lengths.shape:
-        raise Eagle3Error(f"sampling is for {sampling.temperature.shape[0]} rows; there are {lengths.shape[0]}")
+        raise Eagle3Error(f"sampling has shape {sampling.temperature.shape}; there are {lengths.shape[0]} rows")
     if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves((token_ids, lengths, sampling))):
         return
     ids, counts = np.asarray(token_ids), np.asarray(lengths)

@@ -85,16 +85,16 @@ class Sampling:
         """
 
         def column(name: str, value: Any, dtype: Any, low: float, high: float) -> Array:
-            array = np.asarray(value)
+            array = _as_numbers(name, value)
             if array.ndim > 1 or (array.ndim == 1 and len(array) != batch):
                 raise Eagle3Error(f"{name} has shape {array.shape}; give one number or {batch}, one a row")
-            if array.dtype.kind not in "bif" or (dtype is not np.float32 and array.dtype.kind == "f"):
-                raise Eagle3Error(f"{name} is {value!r}; a number is needed")
+            if dtype is not np.float32 and array.dtype.kind == "f":
+                raise Eagle3Error(f"{name} is {value!r}; a whole number is needed")
             if not np.all((array >= low) & (array <= high)):
                 raise Eagle3Error(f"{name} is {value!r}; it must lie in [{low:g}, {high:g}]")
             return jnp.asarray(np.broadcast_to(array, (batch,)), dtype)
 
-        def table(name: str, rows: Sequence[Sequence[int]]) -> Array:
+        def table(name: str, rows: list[list[Any]]) -> Array:
             if any(not isinstance(i, int | np.integer) or not 0 <= i < 2**31 for row in rows for i in row):
                 raise Eagle3Error(f"{name} are {rows!r}; token ids from 0 are needed")
             width = max((len(row) for row in rows), default=0)
@@ -103,24 +103,19 @@ class Sampling:
                 padded[i, : len(row)] = row
             return jnp.asarray(padded)
 
-        def by_row(name: str, value: Any, shared: bool) -> list:
-            rows = [value] * batch if shared else list(value)
-            if len(rows) != batch:
-                raise Eagle3Error(f"{name} has {len(rows)} entries; give one for all rows or {batch}, one a row")
-            return rows
-
-        bias = logit_bias or {}
-        biases = [dict(row) for row in by_row("logit_bias", bias, isinstance(bias, dict))]
+        biases = _by_row("logit_bias", logit_bias or {}, batch, dict)
         bias_ids = table("logit_bias ids", [list(row) for row in biases])
-        values = np.zeros(bias_ids.shape, np.float32)
+        values = np.zeros(bias_ids.shape, np.float64)
         for i, row in enumerate(biases):
-            values[i, : len(row)] = list(row.values())
-        if not np.all(np.isfinite(values)):
-            raise Eagle3Error("logit_bias holds a value that is not finite; ban a token with a large negative number")
-        flat = all(isinstance(i, int | np.integer) for i in stop_ids)
+            values[i, : len(row)] = _as_numbers("logit_bias values", list(row.values()))
+        if not np.all(np.abs(values) <= 1e30):
+            raise Eagle3Error("logit_bias holds a value that is not finite; ban a token with -1000, say")
         tiny, huge = 1e-6, 1e6
+        hot = _as_numbers("temperature", temperature)
+        if np.any((hot > 0) & (hot < tiny)):
+            raise Eagle3Error(f"temperature is {temperature!r}; use 0 for greedy, or at least {tiny:g}")
         return cls(
-            temperature=column("temperature", temperature, np.float32, 0.0, huge),
+            temperature=column("temperature", hot, np.float32, 0.0, huge),
             top_k=column("top_k", top_k, np.int32, 0, UNLIMITED),
             top_p=column("top_p", top_p, np.float32, tiny, 1.0),
             min_p=column("min_p", min_p, np.float32, 0.0, 1.0),
@@ -129,12 +124,36 @@ class Sampling:
             frequency_penalty=column("frequency_penalty", frequency_penalty, np.float32, -huge, huge),
             max_tokens=column("max_tokens", max_tokens, np.int32, 1, UNLIMITED),
             min_tokens=column("min_tokens", min_tokens, np.int32, 0, UNLIMITED),
-            eos_ids=table("eos_ids", [list(eos_ids)] * batch),
-            stop_ids=table("stop_ids", by_row("stop_ids", stop_ids, flat)),
+            eos_ids=table("eos_ids", _by_row("eos_ids", eos_ids, batch, int)),
+            stop_ids=table("stop_ids", _by_row("stop_ids", stop_ids, batch, int)),
             ignore_eos=column("ignore_eos", ignore_eos, np.bool_, 0, 1),
             bias_ids=bias_ids,
             bias_values=jnp.asarray(values),
         )
+
+
+def _as_numbers(name: str, value: Any) -> np.ndarray:
+    try:
+        array = np.asarray(value)
+    except (ValueError, TypeError):
+        array = np.asarray("ragged")
+    if array.size and array.dtype.kind not in "biuf":
+        raise Eagle3Error(f"{name} is {value!r}; numbers are needed")
+    return array
+
+
+def _by_row(name: str, value: Any, batch: int, item: type) -> list[Any]:
+    """One entry a row: `value` for all rows if it is a dict or a flat list of ints, else its own entries."""
+    if item is dict and isinstance(value, dict):
+        return [value] * batch
+    if not isinstance(value, list | tuple | np.ndarray):
+        raise Eagle3Error(f"{name} is {value!r}; a sequence is needed")
+    if item is int and all(isinstance(i, int | np.integer) for i in value):
+        return [list(value)] * batch
+    kind = dict if item is dict else (list, tuple, np.ndarray)
+    if len(value) != batch or not all(isinstance(row, kind) for row in value):
+        raise Eagle3Error(f"{name} is {value!r}; give one for all rows or {batch}, one a row")
+    return list(value)
 
 
 @struct.dataclass
@@ -150,7 +169,13 @@ class History:
 
 
 def row_keys(seed: int, batch: int) -> Array:
-    """One threefry key a row, [B]: row b of seed s is fold_in(key(s), b)."""
+    """One threefry key a row, [B]: row b of seed s is fold_in(key(s), b).
+
+    Raises:
+        Eagle3Error: a seed outside [0, 2**32), of which JAX would keep the low bits only.
+    """
+    if not 0 <= seed < 2**32:
+        raise Eagle3Error(f"seed is {seed}; it must lie in [0, 2**32)")
     return jax.vmap(jax.random.fold_in, (None, 0))(
         jax.random.key(seed, impl="threefry2x32"), jnp.arange(batch, dtype=jnp.uint32)
     )
@@ -162,8 +187,8 @@ def check_keys(keys: Array, batch: int) -> Array:
     Raises:
         Eagle3Error: not a typed threefry key, or another number of keys than rows.
     """
-    if not jnp.issubdtype(keys.dtype, jax.dtypes.prng_key):
-        raise Eagle3Error("keys are raw integers; make typed keys with row_keys(seed, batch)")
+    if not hasattr(keys, "dtype") or not jnp.issubdtype(keys.dtype, jax.dtypes.prng_key):
+        raise Eagle3Error("keys are not typed random keys; make them with row_keys(seed, batch)")
     if "fry" not in str(jax.random.key_impl(keys)):
         raise Eagle3Error(f"keys use {jax.random.key_impl(keys)}; only threefry2x32 keys give repeatable text")
     if keys.ndim == 0:
@@ -312,14 +337,16 @@ def _top_p(z: Array, top_p: Array, slack: float) -> Array:
     wanted = share * jnp.sum(weights, axis=-1)
     ordered = _ordered_bits(z)
     cut = _largest_cut(
-        lambda cut: jnp.sum(jnp.where(ordered >= cut[..., None], weights, 0.0), axis=-1) >= wanted, z.shape[:-1]
+        lambda cut: jnp.sum(jnp.where(ordered >= cut[..., None], weights, 0.0), axis=-1) >= wanted,
+        z.shape[:-1],
     )
     return jnp.where(ordered >= cut[..., None], z, -jnp.inf)
 
 
 def _ordered_bits(z: Array) -> Array:
     """uint32 whose order is the floats' order."""
-    bits = lax.bitcast_convert_type(z + 0.0, jnp.uint32)
+    # -0 and 0 are equal, so they must not be two steps of the order.
+    bits = lax.bitcast_convert_type(jnp.where(z == 0, 0.0, z), jnp.uint32)
     negative = bits >> 31 == 1
     return jnp.where(negative, ~bits, bits | jnp.uint32(1 << 31))
 
@@ -387,5 +414,3 @@ def used_transforms(sampling: Sampling) -> set[str]:
         "top_p": np.any(s.top_p < 1),
     }
     return {name for name, value in used.items() if value}
-
-

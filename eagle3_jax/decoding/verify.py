@@ -26,6 +26,7 @@ from eagle3_jax.decoding.sampling import (
     truncate,
 )
 from eagle3_jax.models.attention import causal_attention
+from eagle3_jax.models.layers import apply
 from eagle3_jax.models.llama import Llama
 
 TOLERANCE = {"float32": 1e-3, "bfloat16": 0.25, "float16": 0.05}
@@ -110,9 +111,7 @@ def verify_lossless(
         >>> report = verify_lossless(target, draft, ids, lengths, row_keys(0, 1), sampling, config)
         >>> assert report.ok, report.rows
     """
-    plain = _generate(
-        target.params, token_ids, lengths, keys, sampling, model=target.model, config=config
-    )
+    plain = _generate(target.params, token_ids, lengths, keys, sampling, model=target.model, config=config)
     speculative = _speculate(
         target.params,
         draft.params,
@@ -215,8 +214,6 @@ def decision_margin(
 def _logits_at(model: Llama, params: Any, token_ids: Array, index: Array) -> Array:
     """Logits float32 [1, 1, V] of the row at `index` of token_ids [1, T]."""
     positions = jnp.arange(token_ids.shape[1], dtype=jnp.int32)[None]
-    out = model.apply(
-        {"params": params}, token_ids, positions, causal_attention, (None,) * model.config.num_layers
-    )
-    hidden = jax.lax.dynamic_slice_in_dim(out.hidden, index, 1, axis=1)  # pyright: ignore
-    return model.apply({"params": params}, hidden, method="logits")  # pyright: ignore[reportReturnType]
+    out = apply(model, params, token_ids, positions, causal_attention, (None,) * model.config.num_layers)
+    hidden = jax.lax.dynamic_slice_in_dim(out.hidden, index, 1, axis=1)
+    return apply(model, params, hidden, method="logits")

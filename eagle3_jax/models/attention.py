@@ -98,4 +98,3 @@ def _finish(total: Array, mixed: Array, q: Array) -> Array:
     batch, length, heads, width = q.shape
     out = (mixed / total).transpose(0, 3, 1, 2, 4).reshape(batch, length, heads * width)
     return out.astype(q.dtype)
-

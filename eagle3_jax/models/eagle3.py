@@ -50,9 +50,7 @@ class Eagle3(nn.Module):
         if c.fc_norm:
             self.fc_norms = [norm() for _ in c.taps]
         self.embed_norm, self.hidden_norm, self.mlp_norm, self.final_norm = norm(), norm(), norm(), norm()
-        self.attention = Attention(
-            c.hidden_size, c.num_heads, c.num_kv_heads, c.head_dim, c.weights, c.attention_bias
-        )
+        self.attention = Attention(c.hidden_size, c.num_heads, c.num_kv_heads, c.head_dim, c.weights, c.attention_bias)
         self.mlp = SwiGLU(c.hidden_size, c.intermediate_size, c.weights, c.mlp_bias)
         if not c.shares_embedding:
             self.embed = VocabularyMatrix(c.hidden_size, c.vocab_size, c.weights)

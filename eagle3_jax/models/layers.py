@@ -12,6 +12,11 @@ from eagle3_jax.models.rope import rotate
 from eagle3_jax.quant.weight import Weight, WeightFormats
 
 
+def apply(module: nn.Module, params: Any, *args: Any, method: str | None = None) -> Any:
+    """Run a module (or one of its methods) on a parameter tree."""
+    return module.apply({"params": params}, *args, method=method)
+
+
 class Linear(nn.Module):
     """An affine map over the last dimension.
 

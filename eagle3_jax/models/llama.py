@@ -4,8 +4,8 @@ from typing import Any
 
 import flax.linen as nn
 import jax.numpy as jnp
-from jax import Array
 from flax import struct
+from jax import Array
 
 from eagle3_jax.config import LlamaConfig
 from eagle3_jax.models.attention import Attend, causal_attention

@@ -18,12 +18,12 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> tuple[np.ndarray, fl
     exponent = np.arange(0, head_dim, 2, dtype=np.float64) / head_dim
     inverse = rope.theta**-exponent
     if rope.kind == "linear":
-        return np.float32(inverse / rope.factor), 1.0
+        return (inverse / rope.factor).astype(np.float32), 1.0
     if rope.kind == "llama3":
-        return np.float32(_llama3(rope, inverse)), 1.0
+        return _llama3(rope, inverse).astype(np.float32), 1.0
     if rope.kind == "yarn":
-        return np.float32(_yarn(rope, inverse, head_dim)), _yarn_factor(rope)
-    return np.float32(inverse), 1.0
+        return _yarn(rope, inverse, head_dim).astype(np.float32), _yarn_factor(rope)
+    return inverse.astype(np.float32), 1.0
 
 
 def _llama3(rope: RopeConfig, inverse: np.ndarray) -> np.ndarray:

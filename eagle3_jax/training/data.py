@@ -97,6 +97,9 @@ def read_chats(path: str | os.PathLike[str], prefix: Sequence[int] = ()) -> list
 
 def _read_shard(path: Path, prefix: Sequence[int]) -> list[Chat]:
     try:
+        # NumPy leaves a damaged archive open.
+        if not zipfile.is_zipfile(path):
+            raise ValueError("no whole npz archive")
         with np.load(path, allow_pickle=False) as file:
             shard = {name: file[name] for name in file.files}
     except (OSError, ValueError, EOFError, KeyError, zipfile.BadZipFile) as error:

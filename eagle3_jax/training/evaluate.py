@@ -52,9 +52,7 @@ def evaluate_text(
     cache = FeatureCache(features, draft.target, pack(chats, row_length), draft.model.config.taps)
     ids = draft.params.get("target_ids")
     ids = np.arange(draft.model.config.vocab_size) if ids is None else np.asarray(ids)
-    return teacher_forced(
-        draft, cache, range(len(cache)), LossConfig(steps), *restrict_head(draft.target, ids)
-    )
+    return teacher_forced(draft, cache, range(len(cache)), LossConfig(steps), *restrict_head(draft.target, ids))
 
 
 def teacher_forced(

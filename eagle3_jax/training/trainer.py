@@ -116,7 +116,11 @@ def make_optimizer(config: TrainConfig) -> optax.GradientTransformation:
     """Clipping, then AdamW or Muon, with linear warm-up and cosine decay."""
     warmup = max(int(config.steps * config.warmup), 1)
     rate = optax.warmup_cosine_decay_schedule(
-        0.0, config.learning_rate, warmup, max(config.steps, warmup + 1), config.learning_rate / 10
+        config.learning_rate / warmup,
+        config.learning_rate,
+        warmup,
+        max(config.steps, warmup + 1),
+        config.learning_rate / 10,
     )
     if config.optimizer == "adamw":
         rule = optax.adamw(rate, config.beta1, config.beta2, weight_decay=config.weight_decay)
@@ -172,7 +176,7 @@ def train_step(
     with jax.numpy_dtype_promotion("standard"):
         updates, moments = make_optimizer(config).update(gradients, state.optimizer, state.trainable)
         trainable = optax.apply_updates(state.trainable, updates)
-        norm = optax.global_norm(gradients)
+        norm = optax.tree.norm(gradients)
     return TrainState(state.step + 1, trainable, moments), value, metrics, norm
 
 
@@ -181,6 +185,31 @@ def rows_of_step(step: int, rows: int, batch_size: int, seed: int) -> list[int]:
     places = range(step * batch_size, (step + 1) * batch_size)
     orders = {i // rows: np.random.default_rng([seed, i // rows]).permutation(rows) for i in places}
     return [int(orders[i // rows][i % rows]) for i in places]
+
+
+def _first_draft(
+    target: Target, chats: Sequence[Chat], config: TrainConfig, start: Draft | None
+) -> tuple[Eagle3, dict[str, Any]]:
+    """The draft of step 0 and its weights."""
+    shape = draft_config(
+        target.model.config,
+        config.draft_vocab_size,
+        config.taps,
+        config.intermediate_size,
+        config.rope_theta,
+        config.fc_norm,
+        config.norm_output,
+    )
+    model = Eagle3(shape)
+    if start is None:
+        target_ids = draft_vocabulary(chats, shape.draft_vocab_size, shape.vocab_size)
+        key = jax.random.key(config.seed)
+        return model, init_draft(model, key, target.params, target_ids, config.init_from_target)
+    ours, theirs = dataclasses.asdict(shape), dataclasses.asdict(start.model.config)
+    if other := [name for name in ours if name != "weights" and ours[name] != theirs[name]]:
+        raise Eagle3Error(f"{start.name} has another {', '.join(other)} than this run asks for")
+    # A copy: training donates its buffers.
+    return model, jax.tree.map(lambda x: jnp.array(x, copy=True), dict(start.params))
 
 
 class Trainer:
@@ -193,12 +222,13 @@ class Trainer:
         out: folder of `train.json`, `metrics.jsonl` and `checkpoints/`.
         features: folder of the feature cache; `out/features` by default.
         resume: go on from the newest checkpoint in `out`.
+        start: a draft to train further, of the shape that `config` asks for; it brings its vocabulary along.
 
     Attributes:
         held_out: cache of the held-out rows; None where there are fewer than five chats.
 
     Raises:
-        Eagle3Error: data that does not fit the target, or a folder that holds another run.
+        Eagle3Error: data or a start that do not fit, or a folder that holds another run.
     """
 
     def __init__(
@@ -209,35 +239,24 @@ class Trainer:
         out: str | os.PathLike[str],
         features: str | os.PathLike[str] | None = None,
         resume: bool = True,
+        start: Draft | None = None,
     ) -> None:
         self.target, self.config, self.out = target, config, Path(out)
         training, held_out = split(chats)
-        vocab_size = target.model.config.vocab_size
-        shape = draft_config(
-            target.model.config,
-            config.draft_vocab_size,
-            config.taps,
-            config.intermediate_size,
-            config.rope_theta,
-            config.fc_norm,
-            config.norm_output,
-        )
-        target_ids = draft_vocabulary(training, shape.draft_vocab_size, vocab_size)
+        self.model, params = _first_draft(target, training, config, start)
+        target_ids = np.asarray(params.get("target_ids", np.arange(self.model.config.vocab_size)))
         self.coverage = {
-            name: round(coverage(part, target_ids, vocab_size), 4)
+            name: round(coverage(part, target_ids, self.model.config.vocab_size), 4)
             for name, part in (("training", training), ("held_out", held_out))
         }
         log.info("a draft vocabulary of %d covers %s of the answers", len(target_ids), self.coverage)
-        self.model = Eagle3(shape)
         self.shared = shared_weights(target.params)
         self.restricted, self.head_params = restrict_head(target, target_ids)
-        folder = Path(features) if features is not None else self.out / "features"
-        self.rows = FeatureCache(folder, target, pack(training, config.row_length), shape.taps)
+        folder, taps = Path(features or self.out / "features"), self.model.config.taps
+        self.rows = FeatureCache(folder, target, pack(training, config.row_length), taps)
         self.held_out = None
         if held_out:
-            self.held_out = FeatureCache(folder, target, pack(held_out, config.row_length), shape.taps)
-        key = jax.random.key(config.seed)
-        params = init_draft(self.model, key, target.params, target_ids, config.init_from_target)
+            self.held_out = FeatureCache(folder, target, pack(held_out, config.row_length), taps)
         trainable, self.frozen = split_trainable(params, config.freeze_head)
         self.state: Any = TrainState(jnp.int32(0), trainable, make_optimizer(config).init(trainable))
         self._claim(resume)
@@ -306,9 +325,7 @@ class Trainer:
         if self.held_out is None:
             raise Eagle3Error("fewer than five chats: none is held out to evaluate on")
         loss, count = self.config.loss_config(), min(self.config.eval_rows, len(self.held_out))
-        return teacher_forced(
-            self.draft, self.held_out, range(count), loss, self.restricted, self.head_params
-        )
+        return teacher_forced(self.draft, self.held_out, range(count), loss, self.restricted, self.head_params)
 
     def _claim(self, resume: bool) -> None:
         """Write down which run the folder belongs to; refuse one that belongs to another."""
@@ -340,6 +357,7 @@ def train(
     out: str | os.PathLike[str],
     features: str | os.PathLike[str] | None = None,
     resume: bool = True,
+    start: Draft | None = None,
 ) -> Draft:
     """Train a draft for `target` and save it in `out/draft`.
 
@@ -350,6 +368,6 @@ def train(
     Example:
         >>> draft = train(target, read_chats("chats"), TrainConfig(steps=600), "run")  # doctest: +SKIP
     """
-    draft = Trainer(target, chats, config, out, features, resume).run()
+    draft = Trainer(target, chats, config, out, features, resume, start).run()
     save_draft(draft, Path(out) / "draft", dtype="float32")
     return draft

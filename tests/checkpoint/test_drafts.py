@@ -28,8 +28,8 @@ from eagle3_jax.api import score_draft
 from eagle3_jax.checkpoint import drafts
 from eagle3_jax.checkpoint.drafts import load_draft, save_draft
 from eagle3_jax.checkpoint.names import EAGLE3, named_weights
-from eagle3_jax.checkpoint.targets import load_target
 from eagle3_jax.checkpoint.taps import resolve_taps, tap_fields
+from eagle3_jax.checkpoint.targets import load_target
 from eagle3_jax.errors import Eagle3Error
 
 A, C, D, E = (DRAFTS / name for name in TARGET_OF)
@@ -470,6 +470,6 @@ def test_saves_that_cannot_be(tmp_path: Path) -> None:
     with pytest.raises(Eagle3Error, match="cannot be written"):
         save_draft(loaded, tmp_path / "file" / "d")
     big = load_draft(edited(A, tmp_path / "big", tensors=change(Q, poison(1e6))), target("llama_tied"))
-    with pytest.raises(Eagle3Error, match="q_proj.weight in float16 holds NaN or infinity"):
+    with pytest.raises(Eagle3Error, match=r"q_proj\.weight in float16 holds NaN or infinity"):
         save_draft(big, tmp_path / "d", "float16")
     assert not (tmp_path / "d").exists()

@@ -157,6 +157,7 @@ CONFIG_FAULTS: dict[str, tuple[Edit, str]] = {
     "unknown norm field": (put("use_qk_norm", True), "use_qk_norm"),
     "quantised": (put("quantization_config", {"quant_method": "fp8"}), "quantization_config"),
     "architecture": (put("architectures", ["MambaForCausalLM"]), "MambaForCausalLM"),
+    "architecture text": (put("architectures", True), "architectures is True; a list of names"),
     "wrong width": (put("hidden_size", 64), "has shape .* needs"),
     "a layer too few": (put("num_hidden_layers", 6), "layers.6.*not part"),
     "untied": (put("tie_word_embeddings", False), "lm_head.weight is missing"),

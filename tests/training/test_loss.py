@@ -1,118 +1,197 @@
-"""The training-time test against speculators' own forward, and against a restatement with explicit masks."""
+"""The training-time test against speculators' own forward, explicit masks, and the drafter that decodes."""
 
-import dataclasses
-import json
-from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from safetensors.numpy import load_file
+from jax import Array
+from loading import DRAFTS, draft, expected
 
-from eagle3_jax.config import Eagle3Config, Fields, parse_rope
+from eagle3_jax.checkpoint.drafts import Draft
+from eagle3_jax.decoding.drafters import Eagle3Drafter, Verified
 from eagle3_jax.errors import Eagle3Error
-from eagle3_jax.models.eagle3 import Eagle3, SharedWeights
-from eagle3_jax.quant.weight import Weight
-from eagle3_jax.training.loss import Batch, LossConfig, shift_left, ttt_loss, ttt_outputs
+from eagle3_jax.models.attention import MASKED
+from eagle3_jax.models.eagle3 import shared_weights
+from eagle3_jax.training import loss
+from eagle3_jax.training.loss import Batch, LossConfig, Metrics, shift_left, ttt_loss, ttt_outputs
 
-FIXTURES = Path(__file__).resolve().parents[1] / "fixtures"
-DRAFTS = {"a_safeailab": "llama_tied", "c_eagle31": "llama_gqa_rope3", "d_fullvocab": "llama_tied"}
-
-
-def _weight(value: np.ndarray) -> dict[str, Weight]:
-    array = jnp.asarray(value.T if value.ndim == 2 else value)
-    return {"weight": Weight(array, None, "f32", "kn" if value.ndim == 2 else "n")}
+STEPS = 3
+SPECULATORS = LossConfig(STEPS, decay=1.0, objective="kl", drop_uncovered=False)
+each_draft = pytest.mark.parametrize("name", ("a_safeailab", "c_eagle31", "d_fullvocab"))
 
 
-def _load(name: str) -> tuple[Eagle3, dict[str, Any], SharedWeights, dict[str, np.ndarray], dict[str, Weight]]:
-    """Draft, params, the target's shared weights, expected arrays, the target's final norm."""
-    folder = FIXTURES / "drafts" / name
-    raw, fixture = (json.loads((folder / f).read_text()) for f in ("config.json", "fixture.json"))
-    tensors = load_file(folder / "model.safetensors")
-    target = load_file(FIXTURES / "targets" / DRAFTS[name] / "model.safetensors")
-    layer = "midlayer" if "midlayer.hidden_norm.weight" in tensors else "layers.0"
-    heads = raw["num_attention_heads"]
-    config = Eagle3Config(
-        vocab_size=raw["vocab_size"],
-        draft_vocab_size=raw["draft_vocab_size"],
-        hidden_size=raw["hidden_size"],
-        target_hidden_size=fixture["target_hidden_size"],
-        intermediate_size=raw["intermediate_size"],
-        num_heads=heads,
-        num_kv_heads=raw["num_key_value_heads"],
-        head_dim=raw.get("head_dim", raw["hidden_size"] // heads),
-        taps=tuple(fixture["taps_hs_index"]),
-        rms_norm_eps=raw["rms_norm_eps"],
-        rope=parse_rope(Fields(raw, name), 2048),
-        norm_before_residual=fixture["norm_before_residual"],
-        norm_output=fixture["norm_output"],
-        fc_norm="fc_norm.0.weight" in tensors,
-        shares_embedding="embed_tokens.weight" not in tensors,
-    )
-    names = {
-        "embed_norm": f"{layer}.input_layernorm",
-        "hidden_norm": f"{layer}.hidden_norm",
-        "mlp_norm": f"{layer}.post_attention_layernorm",
-        "final_norm": "norm",
-        "fc": "fc",
-        "head": "lm_head",
-    }
-    params: dict[str, Any] = {ours: _weight(tensors[f"{theirs}.weight"]) for ours, theirs in names.items()}
-    params["attention"] = {n: _weight(tensors[f"{layer}.self_attn.{n}_proj.weight"]) for n in "qkvo"}
-    params["mlp"] = {n: _weight(tensors[f"{layer}.mlp.{n}_proj.weight"]) for n in ("gate", "up", "down")}
-    if config.fc_norm:
-        params |= {f"fc_norms_{i}": _weight(tensors[f"fc_norm.{i}.weight"]) for i in range(len(config.taps))}
-    if not config.shares_embedding:
-        params["embed"] = _weight(tensors["embed_tokens.weight"])
-    if "d2t" in tensors:
-        ids = tensors["d2t"] + np.arange(len(tensors["d2t"]))
-        params["target_ids"] = jnp.asarray(ids, jnp.int32)
-    embedding = _weight(target["model.embed_tokens.weight"])["weight"]
-    head = _weight(target["lm_head.weight"])["weight"] if "lm_head.weight" in target else embedding
-    with np.load(folder / "expected.npz") as file:
-        expected = dict(file)
-    return Eagle3(config), params, SharedWeights(embedding, head), expected, _weight(target["model.norm.weight"])
-
-
-def _batch(
-    params: dict[str, Any], shared: SharedWeights, expected: dict[str, np.ndarray], norm: dict[str, Weight]
-) -> Batch:
-    hidden = np.asarray(expected["ttt_verifier_last_hidden"], np.float64)
-    normed = hidden / np.sqrt(np.mean(hidden**2, -1, keepdims=True) + 1e-5) * np.asarray(norm["weight"].value)
-    logits = np.asarray(normed @ np.asarray(shared.head.value, np.float64), np.float32)
-    ids = np.asarray(params["target_ids"]) if "target_ids" in params else np.arange(logits.shape[-1])
-    return Batch(
-        features=jnp.asarray(expected["ttt_features"]),
-        token_ids=jnp.asarray(expected["ttt_input_ids"], jnp.int32),
-        target_logits=jnp.asarray(logits[..., ids]),
-        target_argmax=jnp.asarray(logits.argmax(-1), jnp.int32),
-        loss_mask=jnp.asarray(expected["ttt_loss_mask"]),
-        segment_ids=jnp.zeros(logits.shape[:2], jnp.int32),
+def fixture_batch(name: str) -> tuple[Draft, Batch, dict[str, np.ndarray]]:
+    subject, arrays = draft(name), expected(DRAFTS / name)
+    hidden = jnp.asarray(arrays["ttt_verifier_last_hidden"])
+    target = subject.target
+    logits: Any = target.model.apply({"params": target.params}, hidden, method="logits")
+    ids = subject.params.get("target_ids")
+    return (
+        subject,
+        Batch(
+            features=jnp.asarray(arrays["ttt_features"]),
+            token_ids=jnp.asarray(arrays["ttt_input_ids"], jnp.int32),
+            target_logits=logits if ids is None else logits[..., ids],
+            target_argmax=jnp.argmax(logits, -1).astype(jnp.int32),
+            loss_mask=jnp.asarray(arrays["ttt_loss_mask"]),
+            segment_ids=jnp.zeros(logits.shape[:2], jnp.int32),
+        ),
+        arrays,
     )
 
 
-each_draft = pytest.mark.parametrize("name", DRAFTS)
+def run_loss(subject: Draft, batch: Batch, config: LossConfig) -> tuple[float, Metrics]:
+    shared = shared_weights(subject.target.params)
+    total, metrics = ttt_loss(subject.model, subject.params, shared, batch, config)
+    return float(total), metrics
+
+
+def step_logits(subject: Draft, batch: Batch, steps: int = STEPS) -> np.ndarray:
+    """[J, B, T, Vd]."""
+    shared = shared_weights(subject.target.params)
+    outputs = ttt_outputs(subject.model, subject.params, shared, batch, steps)
+    return np.stack([subject.model.apply({"params": subject.params}, y, shared, method="logits") for y in outputs])
 
 
 @each_draft
 def test_logits_of_every_step_match_speculators(name: str) -> None:
-    model, params, shared, expected, norm = _load(name)
-    outputs = ttt_outputs(model, params, shared, _batch(params, shared, expected, norm), 3)
-    for j, y in enumerate(outputs):
-        logits = model.apply({"params": params}, y, shared, method="logits")
-        valid = expected["ttt_valid"][j]
-        np.testing.assert_allclose(logits[:, valid], expected["ttt_logits"][j][:, valid], rtol=0, atol=2e-5)
+    subject, batch, arrays = fixture_batch(name)
+    for ours, theirs, valid in zip(
+        step_logits(subject, batch), arrays["ttt_logits"], arrays["ttt_valid"], strict=True
+    ):
+        np.testing.assert_allclose(ours[:, valid], theirs[:, valid], rtol=0, atol=5e-5)
 
 
 @each_draft
-def test_loss_and_accuracy_match_speculators(name: str) -> None:
-    model, params, shared, expected, norm = _load(name)
-    batch = _batch(params, shared, expected, norm)
-    config = LossConfig(steps=3, decay=1.0, objective="kl", drop_uncovered=False)
+def test_losses_and_accuracies_match_speculators(name: str) -> None:
+    subject, batch, arrays = fixture_batch(name)
     for row in range(2):
         one = jax.tree.map(lambda x, row=row: x[row : row + 1], batch)
-        total, metrics = ttt_loss(model, params, shared, one, config)
-        print(name, metrics.loss, metrics.weight, metrics.loss/metrics.weight, expected["ttt_loss_kl_per_step"][row], total, expected["ttt_loss_kl_total"][row])
-        print(metrics.correct, metrics.count, metrics.chain_correct, expected["ttt_full_acc"][row], expected["ttt_cond_acc"][row], expected["ttt_loss_mask"][row].sum())
+        total, metrics = run_loss(subject, one, SPECULATORS)
+        means = np.asarray(metrics.loss) / np.asarray(metrics.weight)
+        np.testing.assert_allclose(means, arrays["ttt_loss_kl_per_step"][row], rtol=0, atol=1e-5)
+        # Their denominators hold 1e-5 more.
+        np.testing.assert_allclose(total, arrays["ttt_loss_kl_total"][row], rtol=1e-6, atol=0)
+        # They count a step only where the earlier ones were right: our chain.
+        correct, count = arrays["ttt_full_acc"][row].T
+        np.testing.assert_array_equal(metrics.chain_correct, correct)
+        np.testing.assert_array_equal(metrics.count, count)
+
+
+@each_draft
+def test_attention_equals_explicit_masks(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    subject, batch, _ = fixture_batch(name)
+    segments = jnp.asarray([[0] * 9 + [1] * 14, [0] * 23], jnp.int32)
+    batch = batch.replace(segment_ids=segments)
+    ours = step_logits(subject, batch)
+
+    def explicit(segment_ids: Array) -> Any:
+        length = segment_ids.shape[1]
+        own = jnp.eye(length, dtype=bool)[None]
+        causal = jnp.tril(jnp.ones((length, length), bool))
+        first = causal & (segment_ids[:, :, None] == segment_ids[:, None])
+
+        def attend(q: Array, k: Array, v: Array, cache: tuple) -> tuple[Array, tuple]:
+            cache = (*cache, (k, v))
+            groups = q.shape[2] // k.shape[2]
+            keys, values = (jnp.repeat(jnp.concatenate([p[i] for p in cache], axis=1), groups, axis=2) for i in (0, 1))
+            later = jnp.broadcast_to(own, first.shape)
+            mask = jnp.concatenate([first] + [later] * (len(cache) - 1), axis=-1)
+            scores = jnp.einsum("btnd,bcnd->bntc", q, keys) * q.shape[-1] ** -0.5
+            weights = jax.nn.softmax(jnp.where(mask[:, None], scores, MASKED), axis=-1)
+            return jnp.einsum("bntc,bcnd->btnd", weights, values).reshape(*q.shape[:2], -1), cache
+
+        return attend
+
+    monkeypatch.setattr(loss, "ttt_attention", explicit)
+    np.testing.assert_allclose(step_logits(subject, batch), ours, rtol=0, atol=1e-5)
+
+
+@each_draft
+def test_rows_are_what_the_drafter_computes(name: str) -> None:
+    """Row n - 1 of step j is the j-th draft after n verified rows, had the drafter picked the true tokens."""
+    subject, batch, _ = fixture_batch(name)
+    ours = step_logits(subject, batch)
+    block, verified = 8, 11
+    table = jnp.arange(6, dtype=jnp.int32).reshape(2, 3)
+    rows = Verified(
+        batch.features[:, :verified],
+        batch.token_ids[:, :verified],
+        jnp.zeros(2, jnp.int32),
+        jnp.full(2, verified, jnp.int32),
+        table,
+    )
+    seen: list[Array] = []
+
+    def true_token(j: int, logits: Array, target_ids: Array | None) -> Array:
+        seen.append(logits)
+        return batch.token_ids[:, verified + j]
+
+    drafter = Eagle3Drafter(subject.model)
+    params = (subject.params, subject.target.params)
+    drafter.propose(params, drafter.make_cache(6 * block), rows, STEPS, true_token, block)
+    for j in range(STEPS):
+        np.testing.assert_allclose(ours[j][:, verified - 1], seen[j], rtol=0, atol=1e-4)
+
+
+def test_packed_texts_train_like_separate_ones() -> None:
+    subject, batch, _ = fixture_batch("a_safeailab")
+    first, second = (jax.tree.map(lambda x, row=row: x[row : row + 1], batch) for row in range(2))
+    packed = jax.tree.map(lambda a, b: jnp.concatenate([a, b], axis=1), first, second)
+    packed = packed.replace(segment_ids=jnp.repeat(jnp.arange(2, dtype=jnp.int32), 23)[None])
+    alone = [run_loss(subject, part, LossConfig(STEPS))[1] for part in (first, second)]
+    together = run_loss(subject, packed, LossConfig(STEPS))[1]
+    for name in ("loss", "weight", "correct", "chain_correct", "count"):
+        parts = [np.asarray(getattr(metrics, name)) for metrics in alone]
+        np.testing.assert_allclose(getattr(together, name), sum(parts), rtol=1e-5)
+
+
+def test_total_is_the_decayed_sum_of_means() -> None:
+    subject, batch, _ = fixture_batch("d_fullvocab")
+    total, metrics = run_loss(subject, batch, LossConfig(STEPS, decay=0.5))
+    means = np.asarray(metrics.loss) / np.asarray(metrics.weight)
+    np.testing.assert_allclose(total, means @ [1, 0.5, 0.25], rtol=1e-6)
+
+
+def test_uncovered_targets_are_dropped_but_counted() -> None:
+    subject, batch, _ = fixture_batch("a_safeailab")
+    outside = np.setdiff1d(np.arange(96), np.asarray(subject.params["target_ids"]))[0]
+    batch = batch.replace(target_argmax=jnp.full_like(batch.target_argmax, int(outside)))
+    batch = batch.replace(target_argmax=batch.target_argmax.at[:, ::2].set(subject.params["target_ids"][0]))
+    _, kept = run_loss(subject, batch, LossConfig(STEPS, drop_uncovered=False))
+    _, dropped = run_loss(subject, batch, LossConfig(STEPS))
+    np.testing.assert_array_equal(kept.count, dropped.count)
+    np.testing.assert_array_equal(kept.weight, kept.count)
+    mask = np.asarray(batch.loss_mask)
+    assert float(dropped.weight[0]) == mask[:, ::2].sum() < mask.sum()
+
+
+def test_objectives_share_their_gradient() -> None:
+    subject, batch, _ = fixture_batch("c_eagle31")
+    shared = shared_weights(subject.target.params)
+
+    def gradient(objective: str) -> Array:
+        def of(fc: Any) -> Array:
+            params = {**subject.params, "fc": fc}
+            return ttt_loss(subject.model, params, shared, batch, LossConfig(STEPS, objective=objective))[0]
+
+        return jax.grad(of)(subject.params["fc"])["weight"].value
+
+    np.testing.assert_allclose(gradient("kl"), gradient("cross_entropy"), rtol=1e-4, atol=1e-6)
+
+
+def test_shift_left() -> None:
+    x = jnp.asarray([[1, 2, 3]], jnp.int32)
+    assert shift_left(x, 0).tolist() == [[1, 2, 3]]
+    assert shift_left(x, 2, fill=-1).tolist() == [[3, -1, -1]]
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [({"steps": 0}, "0 training-time"), ({"decay": 0.0}, "decay"), ({"objective": "mse"}, "'mse'")],
+)
+def test_impossible_settings_are_refused(settings: dict[str, Any], words: str) -> None:
+    with pytest.raises(Eagle3Error, match=words):
+        LossConfig(**settings)

