@@ -96,9 +96,7 @@ def encode_ids(
     for row in rows:
         for i in row:
             if isinstance(i, bool) or not isinstance(i, int | np.integer) or not 0 <= i < config.vocab_size:
-                raise Eagle3Error(
-                    f"{i!r:.40} is no token id; ids from 0 to {config.vocab_size - 1} are needed"
-                )
+                raise Eagle3Error(f"{i!r:.40} is no token id; ids from 0 to {config.vocab_size - 1} are needed")
     longest = max(map(len, rows))
     if longest >= config.max_position:
         raise Eagle3Error(
@@ -145,9 +143,7 @@ def score(target: Target, ids: Array | np.ndarray, lengths: Array | np.ndarray |
     else:
         counts = np.asarray(lengths)
         if counts.shape != (batch,) or np.any(counts < 1) or np.any(counts > width):
-            raise Eagle3Error(
-                f"lengths {counts.tolist()} do not fit ids of shape {tokens.shape}; one in [1, T] a row"
-            )
+            raise Eagle3Error(f"lengths {counts.tolist()} do not fit ids of shape {tokens.shape}; one in [1, T] a row")
     return _score(target.model, target.params, jnp.asarray(tokens), jnp.asarray(counts, jnp.int32))
 
 
@@ -191,9 +187,7 @@ def _score_draft(model: Eagle3, params: Any, target_params: Any, features: Array
     return model.apply(draft, out[0], shared, method="logits")  # pyright: ignore[reportReturnType]
 
 
-def propose(
-    draft: Draft, features: Array | np.ndarray, token_ids: Array | np.ndarray, n: int
-) -> tuple[Array, Array]:
+def propose(draft: Draft, features: Array | np.ndarray, token_ids: Array | np.ndarray, n: int) -> tuple[Array, Array]:
     """The greedy chain a draft proposes after the last row (arXiv 2503.01840, section 3.1).
 
     Args:
@@ -247,9 +241,7 @@ def _check_ids(ids: Array | np.ndarray, vocab_size: int, longest: int) -> np.nda
     """Token ids as int32 [B, T]."""
     array = np.asarray(ids)
     if array.ndim != 2 or array.dtype.kind not in "iu" or not array.size:
-        raise Eagle3Error(
-            f"token ids have shape {array.shape} and dtype {array.dtype}; integers [B, T] are needed"
-        )
+        raise Eagle3Error(f"token ids have shape {array.shape} and dtype {array.dtype}; integers [B, T] are needed")
     if array.shape[1] > longest:
         raise Eagle3Error(f"{array.shape[1]} tokens do not fit the context of {longest}; shorten them")
     if array.min() < 0 or array.max() >= vocab_size:
@@ -259,15 +251,11 @@ def _check_ids(ids: Array | np.ndarray, vocab_size: int, longest: int) -> np.nda
     return array.astype(np.int32)
 
 
-def _check_rows(
-    draft: Draft, features: Array | np.ndarray, token_ids: Array | np.ndarray
-) -> tuple[Array, Array]:
+def _check_rows(draft: Draft, features: Array | np.ndarray, token_ids: Array | np.ndarray) -> tuple[Array, Array]:
     config = draft.model.config
     tokens = _check_ids(token_ids, config.vocab_size, draft.target.model.config.max_position)
     joined = jnp.asarray(features)
     needed = (*tokens.shape, len(config.taps) * config.target_hidden_size)
     if joined.shape != needed or not jnp.issubdtype(joined.dtype, jnp.floating):
-        raise Eagle3Error(
-            f"features have shape {joined.shape} and dtype {joined.dtype}; floats {needed} are needed"
-        )
+        raise Eagle3Error(f"features have shape {joined.shape} and dtype {joined.dtype}; floats {needed} are needed")
     return joined, jnp.asarray(tokens)

@@ -116,7 +116,7 @@ class Eagle3Config:
 
 INERT_FIELDS = frozenset(
     """_name_or_path architectures attention_dropout auto_map bos_token_id dtype eos_token_id
-    initializer_range is_llama_config model_type pad_token_id pretraining_tp rope_interleaved
+    initializer_range is_llama_config model_type pad_token_id pretraining_tp
     torch_dtype transformers_version transformers.js_config unk_token_id use_cache
     resid_pdrop embd_pdrop mlp_dropout unsloth_fixed""".split()
 )
@@ -202,9 +202,7 @@ class Fields:
         value = self.get(name)
         allowed = list(allowed)
         if value is not None and value not in allowed:
-            text = (
-                f"only {' or '.join(map(repr, allowed))} is supported" if allowed else "it is not supported"
-            )
+            text = f"only {' or '.join(map(repr, allowed))} is supported" if allowed else "it is not supported"
             raise Eagle3Error(f"{self.where}: field {name} is {value!r}; {text}")
 
 
@@ -220,7 +218,8 @@ def parse_rope(fields: Fields, max_position: int) -> RopeConfig:
     Raises:
         Eagle3Error: unknown kind, unknown field inside, or a value out of range.
     """
-    top_theta = fields.number("rope_theta", 10000.0)
+    top_theta = fields.number("rope_theta", 10000.0, above=1.0)
+    fields.expect("rope_interleaved", [False])
     scaling = fields.get("rope_parameters", fields.get("rope_scaling", {}))
     if not isinstance(scaling, Mapping):
         raise Eagle3Error(f"{fields.where}: rope settings are {scaling!r}; an object is needed")
@@ -229,17 +228,16 @@ def parse_rope(fields: Fields, max_position: int) -> RopeConfig:
     if unknown:
         raise Eagle3Error(f"{inner.where}: unknown field(s) {', '.join(unknown)}")
     kind = inner.get("rope_type", inner.get("type", "default"))
-    theta = inner.number("rope_theta", top_theta)
+    theta = inner.number("rope_theta", top_theta, above=1.0)
     inner.expect("partial_rotary_factor", [1, 1.0])
     if kind == "default":
         return RopeConfig(theta=theta)
     if kind not in ("linear", "llama3", "yarn"):
-        raise Eagle3Error(
-            f"{inner.where}: kind {kind!r} is not supported; use default, linear, llama3 or yarn"
-        )
+        raise Eagle3Error(f"{inner.where}: kind {kind!r} is not supported; use default, linear, llama3 or yarn")
     if kind == "linear":
         return RopeConfig(theta=theta, kind=kind, factor=inner.number("factor"))
-    original = inner.size("original_max_position_embeddings", max_position)
+    outer = fields.size("original_max_position_embeddings", max_position)
+    original = inner.size("original_max_position_embeddings", outer)
     if kind == "llama3":
         low, high = inner.number("low_freq_factor", 1.0), inner.number("high_freq_factor", 4.0)
         if low >= high:
@@ -252,14 +250,17 @@ def parse_rope(fields: Fields, max_position: int) -> RopeConfig:
             low_freq_factor=low,
             high_freq_factor=high,
         )
+    fast, slow = inner.number("beta_fast", 32.0), inner.number("beta_slow", 1.0)
+    if fast <= slow:
+        raise Eagle3Error(f"{inner.where}: beta_fast {fast} must be above beta_slow {slow}")
     given = inner.get("attention_factor")
     return RopeConfig(
         theta=theta,
         kind=kind,
         factor=inner.number("factor"),
         original_max_position=original,
-        beta_fast=inner.number("beta_fast", 32.0),
-        beta_slow=inner.number("beta_slow", 1.0),
+        beta_fast=fast,
+        beta_slow=slow,
         attention_factor=None if given is None else inner.number("attention_factor"),
         mscale=inner.number("mscale", 0.0, above=-1.0),
         mscale_all_dim=inner.number("mscale_all_dim", 0.0, above=-1.0),

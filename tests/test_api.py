@@ -122,9 +122,7 @@ def test_a_shared_embedding_follows_the_target() -> None:
     swapped = e3.Target("twice", target("llama_tied").model, ids, None, ())
     moved = e3.Draft("a", loaded.model, loaded.params, "", "", (), swapped)
     # The norm on the embedding takes a common factor out; only its epsilon is left.
-    np.testing.assert_allclose(
-        e3.score_draft(moved, x["features"], x["next_ids"]), x["logits"], atol=1e-2, rtol=0
-    )
+    np.testing.assert_allclose(e3.score_draft(moved, x["features"], x["next_ids"]), x["logits"], atol=1e-2, rtol=0)
     ids["embed"] = {"weight": weight.replace(value=weight.value[:, ::-1])}
     difference = np.abs(np.asarray(e3.score_draft(moved, x["features"], x["next_ids"])) - x["logits"])
     assert difference.max() > 0.1

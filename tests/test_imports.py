@@ -152,9 +152,7 @@ def test_module_keeps_the_house_rules(name: str) -> None:
         or (isinstance(node, ast.Attribute) and ast.unparse(node).startswith("jax._src"))
     ]
     assert not private, f"uses JAX internals on lines {private}"
-    left = [
-        number for number, line in enumerate(text.splitlines(), 1) if re.search(r"\b(TODO|FIXME)\b", line)
-    ]
+    left = [number for number, line in enumerate(text.splitlines(), 1) if re.search(r"\b(TODO|FIXME)\b", line)]
     assert not left, f"unfinished work on lines {left}: do it or write it down elsewhere"
 
 

@@ -25,9 +25,7 @@ def _files(*folders: str) -> list[Path]:
 
 
 def _make_targets() -> set[str]:
-    rules = re.findall(
-        r"^([a-z][\w -]*):(?!=)", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE
-    )
+    rules = re.findall(r"^([a-z][\w -]*):(?!=)", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
     return {target for rule in rules for target in rule.split()}
 
 
@@ -49,11 +47,7 @@ def test_version_and_requirements_parse() -> None:
     assert str(Version(PROJECT["version"])) == PROJECT["version"]
     requirements = {r.name: r.specifier for r in map(Requirement, PROJECT["dependencies"])}
     assert "0.10.2" in requirements["jax"]
-    caps = [
-        name
-        for name, spec in requirements.items()
-        if any(s.operator in ("<", "<=", "==", "~=") for s in spec)
-    ]
+    caps = [name for name, spec in requirements.items() if any(s.operator in ("<", "<=", "==", "~=") for s in spec)]
     assert not caps, f"an upper cap breaks newer Pythons: {caps}"
 
 

@@ -137,9 +137,7 @@ def test_llama_takes_a_whole_word_that_no_merge_leads_to() -> None:
         ({"add_bos_token": True, "add_eos_token": True}, ([1], [0])),
     ],
 )
-def test_bos_and_eos_are_added_on_request(
-    changes: dict[str, Any], around: tuple[list[int], list[int]]
-) -> None:
+def test_bos_and_eos_are_added_on_request(changes: dict[str, Any], around: tuple[list[int], list[int]]) -> None:
     tokenizer = Tokenizer.from_gguf(gguf_metadata(**changes))
     inner = tokenizer.encode("hello")
     assert tokenizer.encode("hello", add_special_tokens=True) == [*around[0], *inner, *around[1]]
@@ -239,8 +237,7 @@ def test_chat_template_is_taken_from_the_first_place_that_has_one(tmp_path: Path
 def test_default_of_several_templates_is_taken(tmp_path: Path) -> None:
     named = [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": "plain"}]
     assert (
-        Tokenizer.from_folder(folder(tmp_path, tokenizer_config_json={"chat_template": named})).chat(CHAT)
-        == "plain"
+        Tokenizer.from_folder(folder(tmp_path, tokenizer_config_json={"chat_template": named})).chat(CHAT) == "plain"
     )
     with pytest.raises(Eagle3Error, match="default"):
         Tokenizer.from_folder(folder(tmp_path, tokenizer_config_json={"chat_template": named[:1]}))
@@ -249,17 +246,13 @@ def test_default_of_several_templates_is_taken(tmp_path: Path) -> None:
 def test_template_sees_the_special_tokens(tmp_path: Path) -> None:
     config = {"bos_token": "<s>", "eos_token": {"content": "</s>", "lstrip": False}, "pad_token": None}
     template = "{{ bos_token }}{{ messages[0].content }}{{ eos_token }}{{ pad_token }}"
-    tokenizer = Tokenizer.from_folder(
-        folder(tmp_path, tokenizer_config_json=config, chat_template_jinja=template)
-    )
+    tokenizer = Tokenizer.from_folder(folder(tmp_path, tokenizer_config_json=config, chat_template_jinja=template))
     assert tokenizer.chat(CHAT) == "<s>Hi</s>"
     assert tokenizer.encode_chat(CHAT) == [258, *backend().encode("Hi", add_special_tokens=False).ids, 259]
 
 
 def test_stop_ids_come_from_the_generation_config_first(tmp_path: Path) -> None:
-    assert Tokenizer.from_folder(folder(tmp_path, tokenizer_config_json={"eos_token": "</s>"})).eos_ids == [
-        259
-    ]
+    assert Tokenizer.from_folder(folder(tmp_path, tokenizer_config_json={"eos_token": "</s>"})).eos_ids == [259]
     assert Tokenizer.from_folder(folder(tmp_path, config_json={"eos_token_id": 7})).eos_ids == [7]
     generation = {"eos_token_id": [260, 259, 260]}
     assert Tokenizer.from_folder(folder(tmp_path, generation_config_json=generation)).eos_ids == [260, 259]
@@ -339,10 +332,7 @@ def test_generation_prompt_is_optional() -> None:
 def test_template_environment_is_hugging_faces() -> None:
     block = "  {% for m in messages %}\n  {{ m.role }}\n  {% endfor %}\nend"
     assert chat(block) == "  user\n  assistant\nend"
-    assert (
-        chat("{{ messages[0] | tojson }}", [{"role": "é", "content": "<&>"}])
-        == '{"role": "é", "content": "<&>"}'
-    )
+    assert chat("{{ messages[0] | tojson }}", [{"role": "é", "content": "<&>"}]) == '{"role": "é", "content": "<&>"}'
     assert chat("{{ {'a': [1]} | tojson(indent=2) }}") == '{\n  "a": [\n    1\n  ]\n}'
     assert chat("{% for m in messages %}{{ m.role }}{% break %}{% endfor %}") == "user"
     assert len(chat("{{ strftime_now('%Y') }}")) == 4
@@ -502,9 +492,7 @@ def prompts(fixtures_dir: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.model
-def test_smollm2_renders_and_encodes_chats_as_transformers(
-    smollm2: Tokenizer, prompts: list[dict[str, Any]]
-) -> None:
+def test_smollm2_renders_and_encodes_chats_as_transformers(smollm2: Tokenizer, prompts: list[dict[str, Any]]) -> None:
     assert len(prompts) == 6
     for prompt in prompts:
         text = smollm2.chat(prompt["messages"])

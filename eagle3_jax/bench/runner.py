@@ -38,6 +38,7 @@ from eagle3_jax.decoding.loop import (
 )
 from eagle3_jax.decoding.request import Chain, GenerationConfig, parse_speculation
 from eagle3_jax.decoding.sampling import TRANSFORMS, Sampling, row_keys, used_transforms
+from eagle3_jax.decoding.stats import acceptance
 from eagle3_jax.errors import Eagle3Error
 from eagle3_jax.models.attention import paged_attention
 from eagle3_jax.models.eagle3 import shared_weights
@@ -121,27 +122,6 @@ def machine() -> str:
     kind = "" if device.platform == "cpu" else f" {jax.device_count()} x {device.device_kind}"
     date = datetime.date.today().isoformat()
     return f"{processor}, {cores} cores, jax {jax.__version__}, {device.platform}{kind}, {date}"
-
-
-def acceptance(stats: Any) -> dict[str, Any]:
-    """Counts over all rows as vLLM defines them; None where nothing was drafted.
-
-    Args:
-        stats: `Stats`, or the sum of several.
-
-    Returns:
-        rounds; mean_acceptance_length = 1 + accepted / rounds; acceptance_rate = accepted / drafted; and
-        acceptance_per_position: of the rounds that drafted a j-th token, the share that accepted it.
-    """
-    rounds, drafted, accepted = (int(np.sum(x)) for x in (stats.rounds, stats.drafted, stats.accepted))
-    reached = np.sum(stats.drafted_per_position, axis=0).tolist()
-    kept = np.sum(stats.accepted_per_position, axis=0).tolist()
-    return {
-        "rounds": rounds,
-        "mean_acceptance_length": 1 + accepted / rounds if drafted else None,
-        "acceptance_rate": accepted / drafted if drafted else None,
-        "acceptance_per_position": [a / d for a, d in zip(kept, reached, strict=True) if d],
-    }
 
 
 def measure_floor(params: Any, tries: int = 20) -> dict[str, Any]:

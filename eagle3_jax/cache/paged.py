@@ -56,13 +56,14 @@ def allocate(allocator: BlockAllocator, table: Array, needed: Array) -> tuple[Bl
         needed: int32 [B], wanted blocks of each row, at most M; rows that hold as many already get none.
 
     Returns:
-        The allocator, the table, and bool [B]: whether the row got its blocks. Rows are served in order, and
-        a row that does not fit gets nothing.
+        The allocator, the table, and bool [B]: whether the row holds what it needs. Rows are served in order: one
+        that does not fit gets nothing, nor do those after it that want more.
     """
     num_blocks = allocator.free.shape[0]
     held = jnp.sum(table < num_blocks, axis=1, dtype=jnp.int32)
-    want = jnp.maximum(needed - held, 0)
-    served = (jnp.cumsum(want) <= allocator.available) & (needed <= table.shape[1])
+    fits = needed <= table.shape[1]
+    want = jnp.where(fits, jnp.maximum(needed - held, 0), 0)
+    served = fits & ((jnp.cumsum(want) <= allocator.available) | (want == 0))
     want = jnp.where(served, want, 0)
     before = jnp.cumsum(want) - want
     column = jnp.arange(table.shape[1], dtype=jnp.int32) - held[:, None]
@@ -118,9 +119,7 @@ class Step:
     page_size: int = struct.field(pytree_node=False)
 
 
-def chain_step(
-    table: Array, start: Array, count: Array, length: int, block_size: int, num_slots: int
-) -> Step:
+def chain_step(table: Array, start: Array, count: Array, length: int, block_size: int, num_slots: int) -> Step:
     """The step of `length` consecutive tokens after `start`, of which the first `count` are real.
 
     Args:

@@ -57,9 +57,7 @@ class Overrides:
         """
         names = [field.name for field in dataclasses.fields(cls)]
         if unknown := [name for name in overrides if name not in names]:
-            raise Eagle3Error(
-                f"override {quote(unknown[0])} is not known; the overrides are {', '.join(names)}"
-            )
+            raise Eagle3Error(f"override {quote(unknown[0])} is not known; the overrides are {', '.join(names)}")
         fields = Fields(overrides, "overrides")
         fields.expect("tap_convention", ["hs", "output"])
         fields.expect("embedding", ["own", "target"])
@@ -134,9 +132,7 @@ def parse_draft(
     for name in ("num_aux_hidden_states", "num_aux_layers"):
         fields_agree(fields, name, count, "the hidden states fc takes")
     if taps.ambiguous:
-        warnings.append(
-            f"{taps.reason}; if acceptance is poor, compare with overrides={{'tap_convention': 'output'}}"
-        )
+        warnings.append(f"{taps.reason}; if acceptance is poor, compare with overrides={{'tap_convention': 'output'}}")
     heads, kv_heads, head_dim = _attention_sizes(fields, shapes, warnings)
     intermediate = shapes.matrix("midlayer.mlp.gate_proj.weight")[0]
     fields_agree(fields, "intermediate_size", intermediate, "the rows of gate_proj")
@@ -182,9 +178,7 @@ def fields_agree(fields: Fields, name: str, actual: int, what: str) -> None:
         Eagle3Error: it differs, or is no positive integer.
     """
     if fields.get(name) is not None and fields.size(name) != actual:
-        raise Eagle3Error(
-            f"{fields.where}: {name} is {fields.size(name)}, but {what}: {actual}; they must agree"
-        )
+        raise Eagle3Error(f"{fields.where}: {name} is {fields.size(name)}, but {what}: {actual}; they must agree")
 
 
 def _check_kind(config: Mapping[str, Any], source: TensorSource, where: str) -> None:
@@ -192,27 +186,20 @@ def _check_kind(config: Mapping[str, Any], source: TensorSource, where: str) -> 
     if config.get("speculators_model_type") is not None or config.get("transformer_layer_config") is not None:
         raise Eagle3Error(f"{where}: this is the speculators format; {_DIALECTS}")
     if found := [name for name in _MLA_FIELDS if config.get(name) is not None]:
-        raise Eagle3Error(
-            f"{where}: field {found[0]} means an MLA draft (DeepSeek, Kimi), which is not supported yet"
-        )
+        raise Eagle3Error(f"{where}: field {found[0]} means an MLA draft (DeepSeek, Kimi), which is not supported yet")
     architectures = config.get("architectures") or ["LlamaForCausalLMEagle3"]
     if len(architectures) != 1 or architectures[0] not in _ARCHITECTURES:
         raise Eagle3Error(
-            f"{where}: architecture {quote(architectures)} is not supported; "
-            f"drafts of {', '.join(_ARCHITECTURES)} are"
+            f"{where}: architecture {quote(architectures)} is not supported; drafts of {', '.join(_ARCHITECTURES)} are"
         )
     if any(name.startswith(("layers.0.", "model.layers.0.hidden_norm")) for name in source):
-        raise Eagle3Error(
-            f"{source.path}: its layer is named layers.0.* (vLLM, speculators, ModelOpt); {_DIALECTS}"
-        )
+        raise Eagle3Error(f"{source.path}: its layer is named layers.0.* (vLLM, speculators, ModelOpt); {_DIALECTS}")
     if not any(name.startswith("midlayer.") for name in source):
         if any(name.startswith("model.layers.") for name in source):
             raise Eagle3Error(f"{source.path}: holds a target, not a draft; load it with load_target")
         raise Eagle3Error(f"{source.path}: no midlayer.* tensors in it; this is no EAGLE-3 draft")
     if any(name.startswith("midlayer.0.") for name in source):
-        raise Eagle3Error(
-            f"{source.path}: holds several layers (midlayer.0.*); drafts of one layer are supported"
-        )
+        raise Eagle3Error(f"{source.path}: holds several layers (midlayer.0.*); drafts of one layer are supported")
 
 
 class _Shapes:
@@ -226,9 +213,7 @@ class _Shapes:
             raise Eagle3Error(f"{self.source.path}: tensor {name} is missing; every EAGLE-3 draft has it")
         shape = self.source.shape(name)
         if len(shape) != 2 or 0 in shape:
-            raise Eagle3Error(
-                f"{self.source.path}: tensor {name} has shape {shape}; a matrix [out, in] is needed"
-            )
+            raise Eagle3Error(f"{self.source.path}: tensor {name} has shape {shape}; a matrix [out, in] is needed")
         return shape[0], shape[1]
 
 
@@ -286,9 +271,7 @@ def _head(
                 "this is the draft of another target"
             )
         if tied:
-            warnings.append(
-                "config.json ties the head to the embedding, but the file has a head; the file's is used"
-            )
+            warnings.append("config.json ties the head to the embedding, but the file has a head; the file's is used")
         return False, rows
     named = fields.get("draft_vocab_size", fields.get("truncated_vocab_size", target.vocab_size))
     if tied or named != target.vocab_size or hidden != target.hidden_size:
@@ -307,9 +290,7 @@ def _toggle(fields: Fields, name: str, source: TensorSource, tensor: str) -> boo
 def _norm_output(fields: Fields) -> bool:
     """EAGLE-3.1's flag, under its own name or as TensorRT-LLM has it."""
     nested = _eagle_config(fields)
-    synonym = (
-        nested.flag("return_hidden_post_norm") if nested.get("return_hidden_post_norm") is not None else None
-    )
+    synonym = nested.flag("return_hidden_post_norm") if nested.get("return_hidden_post_norm") is not None else None
     own = fields.flag("norm_output", bool(synonym))
     if synonym is not None and synonym != own:
         raise Eagle3Error(

@@ -63,9 +63,7 @@ class Draft:
     target: Target
 
 
-def load_draft(
-    path: str | os.PathLike[str], target: Target, overrides: Mapping[str, Any] | None = None
-) -> Draft:
+def load_draft(path: str | os.PathLike[str], target: Target, overrides: Mapping[str, Any] | None = None) -> Draft:
     """Load an EAGLE-3 draft (arXiv 2503.01840; EAGLE-3.1 too) for a target.
 
     Args:
@@ -91,9 +89,7 @@ def load_draft(
     if not folder.is_dir():
         raise Eagle3Error(f"{folder}: is a file; give the draft's folder, with config.json and {SINGLE_FILE}")
     if is_orbax_folder(folder):
-        raise Eagle3Error(
-            f"{folder}: an Orbax folder is no draft; give a folder with config.json and {SINGLE_FILE}"
-        )
+        raise Eagle3Error(f"{folder}: an Orbax folder is no draft; give a folder with config.json and {SINGLE_FILE}")
     config = read_config(folder)
     source = open_checkpoint_folder(folder)
     parsed = parse_draft(config, source, target.model.config, str(folder / "config.json"), given)
@@ -155,9 +151,7 @@ def _integers(source: TensorSource, name: str, length: int) -> np.ndarray:
     if source.shape(name) != (length,):
         raise Eagle3Error(f"{source.path}: {name} has shape {source.shape(name)}; ({length},) is needed")
     if source.dtype(name).kind not in "iub":
-        raise Eagle3Error(
-            f"{source.path}: {name} is stored as {source.format(name)}; whole numbers are needed"
-        )
+        raise Eagle3Error(f"{source.path}: {name} is stored as {source.format(name)}; whole numbers are needed")
     return source.read(name).astype(np.int64)
 
 

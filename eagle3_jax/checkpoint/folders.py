@@ -24,18 +24,12 @@ def read_config(folder: Path) -> dict[str, Any]:
         Eagle3Error: it is missing, not a JSON object, or its architectures are no list of names.
     """
     if not (folder / "config.json").is_file():
-        hint = (
-            "give the .gguf file itself"
-            if any(folder.glob("*.gguf"))
-            else "give a Hugging Face checkpoint folder"
-        )
+        hint = "give the .gguf file itself" if any(folder.glob("*.gguf")) else "give a Hugging Face checkpoint folder"
         raise Eagle3Error(f"{folder}: no config.json in this folder; {hint}")
     config = read_json(folder / "config.json")
     names = config.get("architectures")
     if names is not None and not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
-        raise Eagle3Error(
-            f"{folder / 'config.json'}: architectures is {quote(names)}; a list of names is needed"
-        )
+        raise Eagle3Error(f"{folder / 'config.json'}: architectures is {quote(names)}; a list of names is needed")
     return config
 
 

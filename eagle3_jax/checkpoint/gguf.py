@@ -165,9 +165,7 @@ class GGUFSource(TensorSource):
                 )
             block = self._gguf.GGML_QUANT_SIZES[tensor.kind][0]
             if heads and len(tensor.shape) == 1 and block > 1:
-                raise Eagle3Error(
-                    f"{self.path}: bias {quote(name)} is {tensor.kind.name}; F32 or F16 is needed"
-                )
+                raise Eagle3Error(f"{self.path}: bias {quote(name)} is {tensor.kind.name}; F32 or F16 is needed")
         return mapped
 
     def _build_config(self, tensors: Mapping[str, GGUFTensor]) -> dict[str, Any]:
@@ -180,9 +178,7 @@ class GGUFSource(TensorSource):
         if factors := tensors.get(_ROPE_FACTORS):
             half = self._fields.head_dim // 2
             if factors.shape != (half,):
-                raise Eagle3Error(
-                    f"{self.path}: {_ROPE_FACTORS} has shape {factors.shape}; ({half},) is needed"
-                )
+                raise Eagle3Error(f"{self.path}: {_ROPE_FACTORS} has shape {factors.shape}; ({half},) is needed")
             raw = np.frombuffer(self._buffer, np.uint8, factors.nbytes, factors.begin)
             config["rope_freq_factors"] = self._dequantize(raw, factors.kind).tolist()
         return config
@@ -202,9 +198,7 @@ class _Fields:
         if kind != "model":
             raise Eagle3Error(f"{self._where}: holds a {quote(kind)}; a whole model is needed")
         if self._metadata.get("split.count", 1) not in (0, 1):
-            raise Eagle3Error(
-                f"{self._where}: is one part of a split model; merge it with gguf-split --merge"
-            )
+            raise Eagle3Error(f"{self._where}: is one part of a split model; merge it with gguf-split --merge")
         self.layers = self._size("block_count")
         self.hidden = self._size("embedding_length")
         self.heads = self._size("attention.head_count")
@@ -239,16 +233,12 @@ class _Fields:
             config["rope_scaling"] = scaling
         if ids := self.eos_ids():
             if max(ids) >= vocab_size:
-                raise Eagle3Error(
-                    f"{self._where}: stop id {max(ids)} is outside the vocabulary of {vocab_size}"
-                )
+                raise Eagle3Error(f"{self._where}: stop id {max(ids)} is outside the vocabulary of {vocab_size}")
             config["eos_token_id"] = ids
         own = {key.removeprefix("llama.") for key in self._metadata if key.startswith("llama.")}
         unread = sorted(own - self._read - _INERT_KEYS)
         if unread:
-            raise Eagle3Error(
-                f"{self._where}: key llama.{unread[0]} is not supported and may change the result"
-            )
+            raise Eagle3Error(f"{self._where}: key llama.{unread[0]} is not supported and may change the result")
         return config
 
     def eos_ids(self) -> list[int]:
@@ -274,9 +264,7 @@ class _Fields:
         if kind == "linear":
             return {"rope_type": "linear", "factor": factor}
         if kind != "yarn":
-            raise Eagle3Error(
-                f"{self._where}: rope scaling {quote(kind)} is not supported; linear and yarn are"
-            )
+            raise Eagle3Error(f"{self._where}: rope scaling {quote(kind)} is not supported; linear and yarn are")
         # llama.cpp multiplies its own temperature by these, Hugging Face replaces it: only 1 means the same.
         for key in ("attn_factor", "yarn_attn_factor", "yarn_ext_factor"):
             self._expect(f"rope.scaling.{key}", 1)
@@ -313,9 +301,7 @@ class _Fields:
         value = default if value is None else value
         if not isinstance(value, float) or not 1e-30 < value < 1e30:
             raise self._bad(key, value, "a positive number")
-        return float(
-            str(np.float32(value))
-        )  # the shortest decimal of the stored float32: 1e-05, not 9.99...e-06
+        return float(str(np.float32(value)))  # the shortest decimal of the stored float32: 1e-05, not 9.99...e-06
 
 
 def _import_gguf() -> ModuleType:

@@ -108,9 +108,7 @@ class _Cursor:
         return np.frombuffer(self.take(count * dtype.itemsize), dtype).tolist()
 
 
-def read_header(
-    buffer: mmap.mmap, path: Path, gguf: ModuleType
-) -> tuple[dict[str, Any], dict[str, GGUFTensor]]:
+def read_header(buffer: mmap.mmap, path: Path, gguf: ModuleType) -> tuple[dict[str, Any], dict[str, GGUFTensor]]:
     """Read the whole header.
 
     Args:
@@ -197,6 +195,4 @@ def _check_placement(cursor: _Cursor, tensors: Mapping[str, GGUFTensor]) -> None
             raise cursor.fail(f"tensor {quote(tensor.name)} overlaps the one before it")
         end = tensor.begin + tensor.nbytes
         if end > len(cursor.buffer):
-            raise cursor.fail(
-                f"tensor {quote(tensor.name)} ends {end - len(cursor.buffer)} bytes past the file"
-            )
+            raise cursor.fail(f"tensor {quote(tensor.name)} ends {end - len(cursor.buffer)} bytes past the file")

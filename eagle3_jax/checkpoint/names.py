@@ -146,8 +146,7 @@ def load_params(
     files = {path: names.file_name(path) for path in weights}
     if missing := [name for name in files.values() if name not in source]:
         raise Eagle3Error(
-            f"{source.path}: tensor {missing[0]} is missing{_more(missing)}; "
-            f"{config} describes a model that has it"
+            f"{source.path}: tensor {missing[0]} is missing{_more(missing)}; {config} describes a model that has it"
         )
     known = {*files.values(), *ignored}
     extra = [n for n in source if n not in known and not any(re.fullmatch(p, n) for p in names.ignored)]

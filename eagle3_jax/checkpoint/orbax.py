@@ -35,9 +35,7 @@ def write_params(folder: Path, params: Any, kind: str, dtype: str) -> None:
         Eagle3Error: a weight has a scale (narrow formats), or Orbax cannot write.
     """
     if any(weight.scale is not None for weight in named_weights(params).values()):
-        raise Eagle3Error(
-            f"{folder}: weights in a narrow format cannot be saved with Orbax yet; use float weights"
-        )
+        raise Eagle3Error(f"{folder}: weights in a narrow format cannot be saved with Orbax yet; use float weights")
     import orbax.checkpoint as ocp
 
     try:
@@ -74,9 +72,7 @@ def read_params(folder: Path, abstract: Any) -> Any:
     import orbax.checkpoint as ocp
 
     sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    wanted = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), _values(abstract)
-    )
+    wanted = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), _values(abstract))
     try:
         with ocp.Checkpointer(ocp.StandardCheckpointHandler()) as checkpointer:
             values = checkpointer.restore(

@@ -104,9 +104,7 @@ def locate(path: str | os.PathLike[str], kind: str) -> tuple[str, Path]:
     place = Path(text)
     if not text or not os.path.exists(place):
         names = ", ".join(entry.name for entry in known.values() if entry.kind == kind) or "none"
-        raise Eagle3Error(
-            f"{quote(text)} is no file or folder here and no known {kind}; known {kind}s: {names}"
-        )
+        raise Eagle3Error(f"{quote(text)} is no file or folder here and no known {kind}; known {kind}s: {names}")
     return (place.resolve().name if place.is_dir() else place.stem), place
 
 
@@ -126,9 +124,7 @@ def _read(file: Path) -> Entry:
             raise Eagle3Error(f"{file}: weights must have the fields {', '.join(sorted(_WEIGHTS_FIELDS))}")
         _check_fields(fields["weights"], _WEIGHTS_FIELDS, f"{file}: weights")
         if not (package := fields["weights"]["package"]).isidentifier():
-            raise Eagle3Error(
-                f"{file}: package {quote(package)} is not the name of a top-level Python package"
-            )
+            raise Eagle3Error(f"{file}: package {quote(package)} is not the name of a top-level Python package")
     return Entry(file.stem, kind, {name: value for name, value in fields.items() if name != "kind"})
 
 

@@ -70,9 +70,7 @@ def _resolve(
 ) -> Taps:
     if given is not None:
         if convention is not None:
-            raise Eagle3Error(
-                "overrides taps and tap_convention exclude each other: taps are hs indices already"
-            )
+            raise Eagle3Error("overrides taps and tap_convention exclude each other: taps are hs indices already")
         return Taps(tuple(given), "given", "given by the caller as hs indices")
     top, nested = (
         _read_ids(config, where),
@@ -93,9 +91,7 @@ def _resolve(
             "equal ids, or hs indices at the top and layer ids one lower inside, are needed"
         )
     if convention is not None:
-        return Taps(
-            output if convention == "output" else ids, convention, "tap_convention given by the caller"
-        )
+        return Taps(output if convention == "output" else ids, convention, "tap_convention given by the caller")
     if ids[0] == 1 or ids == (1, layers // 2 - 1, layers - 4):
         return Taps(output, "output", f"ids {list(ids)} start at 1, as SGLang and SpecForge write them")
     if ids == (2, layers // 2, layers - 3):

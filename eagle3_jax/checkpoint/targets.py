@@ -157,9 +157,7 @@ def _load_weights(model: Llama, source: TensorSource) -> Any:
     return load_params(abstract_params(model), source, LLAMA, ignored)
 
 
-def _read_text(
-    folder: Path, config: Mapping[str, Any], vocab_size: int
-) -> tuple[Tokenizer | None, tuple[int, ...]]:
+def _read_text(folder: Path, config: Mapping[str, Any], vocab_size: int) -> tuple[Tokenizer | None, tuple[int, ...]]:
     """The folder's tokenizer and stop ids."""
     tokenizer = None
     if (folder / "tokenizer.json").is_file():

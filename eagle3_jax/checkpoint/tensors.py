@@ -198,18 +198,12 @@ class ShardedSource(TensorSource):
     def _open_shard(self, shard: str, indexed: set[str], index: Path) -> SafetensorsSource:
         file = self.path / shard
         if not os.path.exists(file):
-            raise Eagle3Error(
-                f"{index}: shard {quote(shard)} is missing; it should hold {quote(min(indexed))}"
-            )
+            raise Eagle3Error(f"{index}: shard {quote(shard)} is missing; it should hold {quote(min(indexed))}")
         source = SafetensorsSource(file)
         if missing := indexed.difference(source):
-            raise Eagle3Error(
-                f"{file}: tensor {quote(min(missing))} is missing; {INDEX_FILE} says it is here"
-            )
+            raise Eagle3Error(f"{file}: tensor {quote(min(missing))} is missing; {INDEX_FILE} says it is here")
         if extra := set(source) - indexed:
-            raise Eagle3Error(
-                f"{file}: holds tensor {quote(min(extra))}, which {INDEX_FILE} does not put here"
-            )
+            raise Eagle3Error(f"{file}: holds tensor {quote(min(extra))}, which {INDEX_FILE} does not put here")
         return source
 
     def names(self) -> list[str]:
@@ -265,9 +259,7 @@ def open_checkpoint_folder(path: str | os.PathLike[str]) -> TensorSource:
         return ShardedSource(folder)
     pickled = ("pytorch_model.bin", "pytorch_model.bin.index.json")
     hint = (
-        "; convert pytorch_model.bin to safetensors"
-        if any(map(os.path.exists, map(folder.joinpath, pickled)))
-        else ""
+        "; convert pytorch_model.bin to safetensors" if any(map(os.path.exists, map(folder.joinpath, pickled))) else ""
     )
     raise Eagle3Error(f"{folder}: neither {SINGLE_FILE} nor {INDEX_FILE} is in this folder{hint}")
 
@@ -342,9 +334,7 @@ def _read_header(buffer: mmap.mmap, path: Path) -> tuple[dict[str, Any], int]:
 
 
 def _check_metadata(metadata: Any, path: str | os.PathLike[str]) -> dict[str, str]:
-    if not isinstance(metadata, dict) or not all(
-        isinstance(x, str) for item in metadata.items() for x in item
-    ):
+    if not isinstance(metadata, dict) or not all(isinstance(x, str) for item in metadata.items() for x in item):
         raise Eagle3Error(f"{path}: __metadata__ must map strings to strings, not {quote(metadata)}")
     return metadata
 
@@ -352,9 +342,7 @@ def _check_metadata(metadata: Any, path: str | os.PathLike[str]) -> dict[str, st
 def _check_entry(name: str, entry: Any, path: Path) -> _Entry:
     where = f"{path}: tensor {quote(name)}"
     if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
-        raise Eagle3Error(
-            f"{where}: needs dtype, shape and data_offsets and nothing else, not {quote(entry)}"
-        )
+        raise Eagle3Error(f"{where}: needs dtype, shape and data_offsets and nothing else, not {quote(entry)}")
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not isinstance(dtype, str) or dtype not in DTYPES:
         raise Eagle3Error(f"{where}: dtype {quote(dtype)} is not one of {', '.join(DTYPES)}")
@@ -391,9 +379,7 @@ def _check_coverage(entries: Mapping[str, _Entry], size: int, path: Path) -> Non
             )
         expected = entry.end
     if expected != size:
-        raise Eagle3Error(
-            f"{path}: has {size} bytes of data, its header describes {expected}; fetch it again"
-        )
+        raise Eagle3Error(f"{path}: has {size} bytes of data, its header describes {expected}; fetch it again")
 
 
 def _check_shard_name(shard: Any, name: str, index: Path) -> str:
@@ -401,7 +387,6 @@ def _check_shard_name(shard: Any, name: str, index: Path) -> str:
     plain = isinstance(shard, str) and not set(shard) & set("/\\\0:") and shard.endswith(".safetensors")
     if not plain:
         raise Eagle3Error(
-            f"{index}: tensor {quote(name)} is in {quote(shard)}; "
-            "a .safetensors file in this folder is needed"
+            f"{index}: tensor {quote(name)} is in {quote(shard)}; a .safetensors file in this folder is needed"
         )
     return shard

@@ -200,7 +200,7 @@ def _outputs(target: "Target", request: Request, generation: "Generation") -> li
 def _report(
     args: argparse.Namespace, target: "Target", draft: "Draft | None", request: Request, timed: Timed
 ) -> dict[str, Any]:
-    from eagle3_jax.bench.runner import acceptance
+    from eagle3_jax.decoding.stats import acceptance
 
     return {
         "target": target.name,
@@ -218,7 +218,7 @@ def _report(
 
 
 def _summary(timed: Timed) -> str:
-    from eagle3_jax.bench.runner import acceptance
+    from eagle3_jax.decoding.stats import acceptance
 
     parts = [f"{int(timed.generation.lengths.sum())} tokens", f"prefill {timed.prefill_seconds:.2f} s"]
     if timed.tokens_per_second:

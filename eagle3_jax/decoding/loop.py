@@ -41,6 +41,7 @@ from eagle3_jax.decoding.sampling import (
     temper,
     truncate,
 )
+from eagle3_jax.decoding.stats import Stats
 from eagle3_jax.models.attention import paged_attention
 from eagle3_jax.models.eagle3 import Eagle3
 from eagle3_jax.models.layers import apply
@@ -48,22 +49,6 @@ from eagle3_jax.models.llama import Llama
 
 RUNNING, STOP, LENGTH, ERROR = 0, 1, 2, 3
 """Values of `finish_reason`; ERROR is a row whose logits had no finite maximum."""
-
-
-@struct.dataclass
-class Stats:
-    """Counts of each row; the token from prefill belongs to no round.
-
-    Attributes:
-        rounds: int32 [B], verify passes. drafted: int32 [B]. accepted: int32 [B], drafts emitted.
-        drafted_per_position, accepted_per_position: int32 [B, K], rounds that drafted / accepted the j-th draft.
-    """
-
-    rounds: Array
-    drafted: Array
-    accepted: Array
-    drafted_per_position: Array
-    accepted_per_position: Array
 
 
 @struct.dataclass

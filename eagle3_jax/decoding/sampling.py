@@ -107,7 +107,10 @@ class Sampling:
         bias_ids = table("logit_bias ids", [list(row) for row in biases])
         values = np.zeros(bias_ids.shape, np.float64)
         for i, row in enumerate(biases):
-            values[i, : len(row)] = _as_numbers("logit_bias values", list(row.values()))
+            given = _as_numbers("logit_bias values", list(row.values()))
+            if given.shape != (len(row),):
+                raise Eagle3Error(f"logit_bias is {row!r}; one number a token id is needed")
+            values[i, : len(row)] = given
         if not np.all(np.abs(values) <= 1e30):
             raise Eagle3Error("logit_bias holds a value that is not finite; ban a token with -1000, say")
         tiny, huge = 1e-6, 1e6

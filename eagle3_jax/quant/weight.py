@@ -114,9 +114,7 @@ class WeightFormats:
     vector_format: str = "f32"
     exceptions: tuple[tuple[str, str, str], ...] = ()
 
-    def spec(
-        self, path: str, shape: tuple[int, ...], axes: tuple[str, ...], fill: float | None = None
-    ) -> WeightSpec:
+    def spec(self, path: str, shape: tuple[int, ...], axes: tuple[str, ...], fill: float | None = None) -> WeightSpec:
         """The declaration of the weight at `path`."""
         for name, fmt, layout in self.exceptions:
             if name == path:

@@ -12,11 +12,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from eagle3_jax.bench.runner import acceptance
 from eagle3_jax.checkpoint.drafts import Draft
 from eagle3_jax.decoding.loop import speculative_generate
 from eagle3_jax.decoding.request import Chain, GenerationConfig
 from eagle3_jax.decoding.sampling import Sampling, row_keys
+from eagle3_jax.decoding.stats import acceptance
 from eagle3_jax.errors import Eagle3Error
 from eagle3_jax.models.eagle3 import Eagle3, SharedWeights, shared_weights
 from eagle3_jax.training.data import Chat, pack

@@ -329,9 +329,7 @@ def test_fields_that_change_nothing_are_accepted(tmp_path: Path) -> None:
     def add(config: dict) -> None:
         build = {"use_last_layernorm": True, "next_layer_regular": True, "parallel_draft_step": 1, IDS: []}
         config.update(eagle_config=build, use_sliding_window=False, sliding_window=4096, max_window_layers=28)
-        config.update(
-            num_aux_hidden_states=3, norm_before_fc=False, modality="text", tie_word_embeddings=True
-        )
+        config.update(num_aux_hidden_states=3, norm_before_fc=False, modality="text", tie_word_embeddings=True)
 
     loaded = load_draft(edited(A, tmp_path, config=add), target("llama_tied"))
     assert loaded.model == draft("a_safeailab").model
@@ -405,9 +403,7 @@ def test_saving_and_loading_is_exact(name: str, dtype: str, tmp_path: Path) -> N
 
 def test_every_setting_survives_saving(tmp_path: Path) -> None:
     def turn(config: dict) -> None:
-        config.update(
-            norm_before_residual=True, norm_output=True, attention_bias=True, mlp_bias=True, bias=True
-        )
+        config.update(norm_before_residual=True, norm_output=True, attention_bias=True, mlp_bias=True, bias=True)
         config.update(rope_theta=7e5, rms_norm_eps=3e-6, eagle_config={IDS: [2, 4, 6]})
         scaling = {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 2048}
         config["rope_scaling"] = {**scaling, "mscale": 1.0, "truncate": False}
@@ -427,9 +423,7 @@ def test_every_setting_survives_saving(tmp_path: Path) -> None:
 
 
 def test_saved_sharing(tmp_path: Path) -> None:
-    shared = edited(
-        D, tmp_path / "d", tensors=lambda t: [t.pop(n) for n in ("lm_head.weight", "embed_tokens.weight")]
-    )
+    shared = edited(D, tmp_path / "d", tensors=lambda t: [t.pop(n) for n in ("lm_head.weight", "embed_tokens.weight")])
     loaded = load_draft(shared, target("llama_tied"))
     assert loaded.model.config.shares_head and loaded.model.config.shares_embedding
     save_draft(loaded, tmp_path / "new")
@@ -438,9 +432,7 @@ def test_saved_sharing(tmp_path: Path) -> None:
     assert "draft_vocab_size" not in config and "target_hidden_size" not in config
 
 
-def test_an_interrupted_save_leaves_the_old_draft_whole(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupted_save_leaves_the_old_draft_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save_draft(draft("a_safeailab"), tmp_path / "d", "float32")
     (tmp_path / "d" / "README.md").write_text("the card")
     before = {file.name: file.read_bytes() for file in (tmp_path / "d").iterdir()}

@@ -32,9 +32,7 @@ def pair(key: str, kind: int, value: Any) -> bytes:
         return head + text(value)
     if kind == ARRAY:
         item, values = value
-        body = b"".join(
-            text(v) if item == STRING else struct.pack({U32: "<I", F32: "<f"}[item], v) for v in values
-        )
+        body = b"".join(text(v) if item == STRING else struct.pack({U32: "<I", F32: "<f"}[item], v) for v in values)
         return head + struct.pack("<IQ", item, len(values)) + body
     return head + struct.pack({U32: "<I", F32: "<f", BOOL: "<?", U64: "<Q"}[kind], value)
 
@@ -219,9 +217,7 @@ def test_rope_scaling_is_translated(tmp_path: Path) -> None:
     assert opened(tmp_path / "v", bare).config()["rope_scaling"] == {"rope_type": "linear", "factor": 2.0}
     old = {"llama.rope.scale_linear": (F32, 8.0)}
     assert opened(tmp_path / "z", old).config()["rope_scaling"] == {"rope_type": "linear", "factor": 8.0}
-    assert (
-        "rope_scaling" not in opened(tmp_path / "w", {"llama.rope.scaling.type": (STRING, "none")}).config()
-    )
+    assert "rope_scaling" not in opened(tmp_path / "w", {"llama.rope.scaling.type": (STRING, "none")}).config()
 
 
 def test_llama3_factors_are_a_config_field(tmp_path: Path) -> None:
@@ -290,9 +286,7 @@ def test_file_of_the_gguf_package_with_packed_rows(tmp_path: Path) -> None:
     assert source.format("model.layers.0.self_attn.q_proj.weight") == "Q8_0"
     assert source.shape("model.layers.0.self_attn.k_proj.weight") == (32, 64)
     np.testing.assert_array_equal(source.read("model.embed_tokens.weight"), embedding)
-    np.testing.assert_array_equal(
-        source.read("model.layers.0.self_attn.v_proj.weight"), half.astype(np.float32)
-    )
+    np.testing.assert_array_equal(source.read("model.layers.0.self_attn.v_proj.weight"), half.astype(np.float32))
     for name, rows in (
         ("q_proj", dequantize_q8_0(q8.reshape(-1)).reshape(64, 64)),
         ("k_proj", dequantize_q4_1(q4.reshape(-1)).reshape(32, 64)),
@@ -360,15 +354,9 @@ HOSTILE: dict[str, bytes] = {
     "key is not UTF-8": build(extra=text(b"\xff") + struct.pack("<II", U32, 1), counts=(20, len(PAIRS) + 1)),
     "key twice": build(extra=pair("llama.block_count", U32, 2), counts=(20, len(PAIRS) + 1)),
     "unknown value type": build(extra=text("k") + struct.pack("<II", 13, 1), counts=(20, len(PAIRS) + 1)),
-    "array of 2^60": build(
-        extra=text("k") + struct.pack("<IIQ", ARRAY, U32, 2**60), counts=(20, len(PAIRS) + 1)
-    ),
-    "2^60 strings": build(
-        extra=text("k") + struct.pack("<IIQ", ARRAY, STRING, 2**60), counts=(20, len(PAIRS) + 1)
-    ),
-    "array of arrays": build(
-        extra=text("k") + struct.pack("<IIQ", ARRAY, ARRAY, 1), counts=(20, len(PAIRS) + 1)
-    ),
+    "array of 2^60": build(extra=text("k") + struct.pack("<IIQ", ARRAY, U32, 2**60), counts=(20, len(PAIRS) + 1)),
+    "2^60 strings": build(extra=text("k") + struct.pack("<IIQ", ARRAY, STRING, 2**60), counts=(20, len(PAIRS) + 1)),
+    "array of arrays": build(extra=text("k") + struct.pack("<IIQ", ARRAY, ARRAY, 1), counts=(20, len(PAIRS) + 1)),
     "array of an unknown type": build(
         extra=text("k") + struct.pack("<IIQ", ARRAY, 99, 1), counts=(20, len(PAIRS) + 1)
     ),
@@ -440,9 +428,7 @@ HOSTILE: dict[str, bytes] = {
     "packed bias of q": build(
         arrays=tensors(**{"blk.0.attn_q.bias": np.zeros(64, np.float32)}),
         infos={
-            "blk.0.attn_q.bias": info(
-                "blk.0.attn_q.bias", (64,), 8, sum(array.nbytes for array in tensors().values())
-            )
+            "blk.0.attn_q.bias": info("blk.0.attn_q.bias", (64,), 8, sum(array.nbytes for array in tensors().values()))
         },
     ),
     "data cut": build()[:-100],

@@ -75,9 +75,7 @@ def test_tokenizer_files_are_copied(tmp_path: Path) -> None:
 @pytest.mark.model
 def test_a_gguf_tokenizer_survives(tmp_path: Path) -> None:
     loaded = load_target("smollm2-135m", "bfloat16")
-    small = Target(
-        "s", target("llama_tied").model, target("llama_tied").params, loaded.tokenizer, (2,), loaded.source
-    )
+    small = Target("s", target("llama_tied").model, target("llama_tied").params, loaded.tokenizer, (2,), loaded.source)
     save_target_orbax(small, tmp_path / "saved")
     again = load_target(tmp_path / "saved")
     assert loaded.tokenizer is not None and again.tokenizer is not None and again.eos_ids == (2,)
@@ -108,9 +106,7 @@ def test_damaged_folders_are_refused(saved: Path, tmp_path: Path) -> None:
     refused(folder, "Orbax cannot restore.*shape")
     (folder / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 5}))
     refused(folder, "Orbax cannot restore")
-    (folder / META_FILE).write_text(
-        '{"format": "eagle3_jax.orbax", "version": 2, "kind": "target", "dtype": "x"}'
-    )
+    (folder / META_FILE).write_text('{"format": "eagle3_jax.orbax", "version": 2, "kind": "target", "dtype": "x"}')
     refused(folder, "not a checkpoint that this version")
 
 

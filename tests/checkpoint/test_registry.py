@@ -38,9 +38,7 @@ def test_a_missing_weight_package_gives_the_command(monkeypatch: pytest.MonkeyPa
 
 
 def test_unknown_names_list_the_known_ones() -> None:
-    with pytest.raises(
-        Eagle3Error, match=r"'smollm3' is no file or folder here.*known targets: .*smollm2-135m"
-    ):
+    with pytest.raises(Eagle3Error, match=r"'smollm3' is no file or folder here.*known targets: .*smollm2-135m"):
         locate("smollm3", "target")
     with pytest.raises(Eagle3Error, match=r"known drafts: .*smollm2-135m-eagle3"):
         locate("smollm3", "draft")

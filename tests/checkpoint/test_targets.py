@@ -210,9 +210,7 @@ def test_gguf_frequency_divisors_become_llama3_settings() -> None:
     for i in range(0, 64, 2):
         wavelength = 2 * math.pi * 500000.0 ** (i / 64)
         smooth = (8192 / wavelength - 1) / 3
-        divisors.append(
-            1 / ((1 - smooth) / 32 + smooth) if 0 < smooth < 1 else (1.0 if smooth >= 1 else 32.0)
-        )
+        divisors.append(1 / ((1 - smooth) / 32 + smooth) if 0 < smooth < 1 else (1.0 if smooth >= 1 else 32.0))
     assert _llama3_scaling(divisors, config, "x.gguf")["factor"] == 32.0
     divisors[10] *= 1.1
     with pytest.raises(Eagle3Error, match="Llama 3's rule"):

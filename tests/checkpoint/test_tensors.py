@@ -101,9 +101,7 @@ def test_unaligned_data_is_copied_to_alignment(tmp_path: Path) -> None:
 
 def test_big_endian_arrays_are_written_little_endian(tmp_path: Path) -> None:
     ct.write_safetensors(tmp_path / "x", {"x": np.arange(4, dtype=">f4")})
-    np.testing.assert_array_equal(
-        ct.SafetensorsSource(tmp_path / "x").read("x"), np.arange(4, dtype=np.float32)
-    )
+    np.testing.assert_array_equal(ct.SafetensorsSource(tmp_path / "x").read("x"), np.arange(4, dtype=np.float32))
 
 
 GOOD = {"a": entry("F32", [2, 2], 0, 16), "b": entry("I8", [4], 16, 20)}
