@@ -251,8 +251,8 @@ def parse_rope(fields: Fields, max_position: int) -> RopeConfig:
             high_freq_factor=high,
         )
     fast, slow = inner.number("beta_fast", 32.0), inner.number("beta_slow", 1.0)
-    if fast <= slow:
-        raise Eagle3Error(f"{inner.where}: beta_fast {fast} must be above beta_slow {slow}")
+    if fast < slow:
+        raise Eagle3Error(f"{inner.where}: beta_fast {fast} must not be below beta_slow {slow}")
     given = inner.get("attention_factor")
     return RopeConfig(
         theta=theta,

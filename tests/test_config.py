@@ -315,6 +315,18 @@ def test_a_rope_value_out_of_range_is_refused_by_its_field_name(change: dict[str
     assert named in refusal(rope_scaling={k: v for k, v in scaling.items() if v is not ...})
 
 
+def test_yarn_limits_may_be_equal_as_in_kimi_k2_but_not_reversed() -> None:
+    kimi = {"rope_type": "yarn", "factor": 32.0, "beta_fast": 1.0, "beta_slow": 1.0}
+    rope = parse(rope_scaling=kimi).rope
+    assert (rope.beta_fast, rope.beta_slow) == (1.0, 1.0)
+    assert "beta_fast" in refusal(rope_scaling={**kimi, "beta_slow": 1.5})
+
+
+def test_interleaved_rotation_is_refused_and_its_absence_passes() -> None:
+    assert "rope_interleaved" in refusal(rope_interleaved=True)
+    assert parse(rope_interleaved=False) == parse()
+
+
 @pytest.mark.parametrize("value", ["yarn", 3, ["yarn"], True, [], 0, False, ""], ids=repr)
 @pytest.mark.parametrize("place", ["rope_scaling", "rope_parameters"])
 def test_rope_settings_that_are_no_object_are_refused(place: str, value: Any) -> None:

@@ -326,6 +326,44 @@ def test_logit_bias_adds_to_its_ids_and_padding_to_none() -> None:
     assert np.asarray(sampling.bias_ids).tolist() == [[3, 0], [9, -1], [-1, -1]]
     z = process(jnp.zeros((3, 1, 4)), sampling, None, jnp.zeros((3, 0), jnp.int32), jnp.zeros(3, jnp.int32))
     assert np.asarray(z)[:, 0].tolist() == [[-2.0, 0.0, 0.0, 1.5], [0.0] * 4, [0.0] * 4]
+    heavy = sampling.replace(bias_values=jnp.full((3, 2), 7.0))  # the id decides what is padding, not the value
+    z = process(jnp.zeros((3, 1, 4)), heavy, None, jnp.zeros((3, 0), jnp.int32), jnp.zeros(3, jnp.int32))
+    assert np.asarray(z)[1:, 0].tolist() == [[0.0] * 4, [0.0] * 4]
+
+
+@pytest.mark.parametrize(
+    "wish",
+    [
+        Wish(1.0, min_tokens=2, stop_ids=(1,)),
+        Wish(1.0, logit_bias={0: 2.0}),
+        Wish(1.0, repetition_penalty=0.5),
+        Wish(1.0, repetition_penalty=2.0),
+        Wish(1.0, presence_penalty=-1.0),
+        Wish(1.0, frequency_penalty=-0.25),
+        Wish(1.0, min_p=0.4),
+        Wish(1.0, top_k=1),
+        Wish(1.0, top_p=0.2),
+        Wish(2.0),
+        Wish(0.0, top_k=2),
+    ],
+    ids=lambda wish: ",".join(f"{k}={v}" for k, v in vars(wish).items() if v != getattr(Wish(1.0), k)),
+)
+@pytest.mark.parametrize("place", [0, 1])
+def test_the_only_row_that_asks_for_something_gets_it_and_its_neighbour_does_not(wish: Wish, place: int) -> None:
+    """One token is out, so that min_tokens=2 bans the very next one and no other."""
+    logits = np.array([0.5, 2.0, 1.0, -1.0], np.float32)
+    wishes = [Wish(1.0), Wish(1.0)]
+    wishes[place] = wish
+    z = process(
+        jnp.broadcast_to(logits, (2, 1, 4)),
+        rows(wishes, width=2),
+        history_of([{1}] * 2, [[3]] * 2, 4),
+        jnp.zeros((2, 0), jnp.int32),
+        jnp.ones(2, jnp.int32),
+    )
+    expected = wish.process(logits, {1}, [3], ())
+    assert np.asarray(z)[place, 0].tolist() == expected.tolist() != logits.tolist()
+    assert np.asarray(z)[1 - place, 0].tolist() == logits.tolist()
 
 
 @pytest.mark.parametrize("left_out", TRANSFORMS)

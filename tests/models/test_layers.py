@@ -50,15 +50,14 @@ def test_rms_norm_divides_by_the_root_mean_square() -> None:
     np.testing.assert_allclose(module.apply({"params": params}, jnp.asarray(X)), expected, atol=1e-6)
 
 
-def test_rms_norm_of_bfloat16_is_computed_in_float32() -> None:
-    """The squares of these sum to 4096 + 1000; in bfloat16 each of the 1000 terms is lost beside 4096."""
-    x = jnp.asarray(np.concatenate([[64.0], np.ones(1000)])[None], jnp.bfloat16)
+def test_rms_norm_of_bfloat16_rounds_once_at_the_end() -> None:
+    x = jnp.asarray(RNG.standard_normal((20, 6)), jnp.bfloat16)
     module = RMSNorm(1e-6, KN)
-    got = module.apply({"params": module.init(jax.random.key(0), x)["params"]}, x)
+    params, w = with_random_weights(module, x)
     wide = np.asarray(x, np.float64)
-    expected = wide / np.sqrt((wide**2).mean() + 1e-6)
-    assert got.dtype == jnp.bfloat16
-    np.testing.assert_allclose(np.asarray(got, np.float64), expected, rtol=2**-8)
+    expected = wide / np.sqrt((wide**2).mean(-1, keepdims=True) + 1e-6) * w["weight"]
+    got = module.apply({"params": params}, x)
+    assert got.dtype == jnp.bfloat16 and np.array_equal(got, expected.astype(jnp.bfloat16))
 
 
 @pytest.mark.parametrize("use_bias", [False, True])
