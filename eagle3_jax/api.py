@@ -62,7 +62,7 @@ def encode(
     """
     if target.tokenizer is None:
         raise Eagle3Error(f"{target.name} has no tokenizer; give token ids to encode_ids instead")
-    if isinstance(chats, str) or not all(isinstance(chat, list | tuple) for chat in chats):
+    if not isinstance(chats, list | tuple) or not all(isinstance(chat, list | tuple) for chat in chats):
         raise Eagle3Error("chats must be a list of chats, each a list of messages {role, content}")
     return encode_ids(target, [target.tokenizer.encode_chat(chat) for chat in chats], bucket_sizes)
 
@@ -91,7 +91,7 @@ def encode_ids(
         (1, 32)
     """
     config = target.model.config
-    if isinstance(rows, str) or not rows or not all(isinstance(row, list | tuple) and row for row in rows):
+    if not isinstance(rows, list | tuple) or not rows or not all(isinstance(r, list | tuple) and r for r in rows):
         raise Eagle3Error("prompts must be a non-empty list of non-empty lists of token ids")
     for row in rows:
         for i in row:
@@ -111,6 +111,8 @@ def encode_ids(
 def _bucket(length: int, context: int, sizes: Sequence[int] | None) -> int:
     if sizes is None:
         return min(max(SMALLEST_BUCKET, 1 << (length - 1).bit_length()), context)
+    if not isinstance(sizes, list | tuple) or not all(type(size) is int and size > 0 for size in sizes):
+        raise Eagle3Error(f"bucket_sizes is {sizes!r:.80}; a list of positive integers is needed")
     fitting = [size for size in sizes if length <= size <= context]
     if not fitting:
         raise Eagle3Error(f"no bucket of {list(sizes)} holds a prompt of {length} tokens within {context}")
@@ -141,9 +143,10 @@ def score(target: Target, ids: Array | np.ndarray, lengths: Array | np.ndarray |
     if lengths is None:
         counts = np.full(batch, width, np.int32)
     else:
-        counts = np.asarray(lengths)
-        if counts.shape != (batch,) or np.any(counts < 1) or np.any(counts > width):
-            raise Eagle3Error(f"lengths {counts.tolist()} do not fit ids of shape {tokens.shape}; one in [1, T] a row")
+        counts = _as_array("lengths", lengths)
+        whole = counts.dtype.kind in "iu" and counts.shape == (batch,)
+        if not whole or np.any(counts < 1) or np.any(counts > width):
+            raise Eagle3Error(f"lengths {lengths!r:.80} do not fit ids of shape {tokens.shape}; one in [1, T] a row")
     return _score(target.model, target.params, jnp.asarray(tokens), jnp.asarray(counts, jnp.int32))
 
 
@@ -237,9 +240,16 @@ def _positions(ids: Array) -> Array:
     return jnp.broadcast_to(jnp.arange(ids.shape[1], dtype=jnp.int32), ids.shape)
 
 
+def _as_array(name: str, values: Any) -> np.ndarray:
+    try:
+        return np.asarray(values)
+    except (ValueError, TypeError) as error:
+        raise Eagle3Error(f"{name} are {values!r:.80}; an array without gaps is needed") from error
+
+
 def _check_ids(ids: Array | np.ndarray, vocab_size: int, longest: int) -> np.ndarray:
     """Token ids as int32 [B, T]."""
-    array = np.asarray(ids)
+    array = _as_array("token ids", ids)
     if array.ndim != 2 or array.dtype.kind not in "iu" or not array.size:
         raise Eagle3Error(f"token ids have shape {array.shape} and dtype {array.dtype}; integers [B, T] are needed")
     if array.shape[1] > longest:
@@ -254,8 +264,8 @@ def _check_ids(ids: Array | np.ndarray, vocab_size: int, longest: int) -> np.nda
 def _check_rows(draft: Draft, features: Array | np.ndarray, token_ids: Array | np.ndarray) -> tuple[Array, Array]:
     config = draft.model.config
     tokens = _check_ids(token_ids, config.vocab_size, draft.target.model.config.max_position)
-    joined = jnp.asarray(features)
+    joined = features if isinstance(features, Array) else _as_array("features", features)
     needed = (*tokens.shape, len(config.taps) * config.target_hidden_size)
     if joined.shape != needed or not jnp.issubdtype(joined.dtype, jnp.floating):
         raise Eagle3Error(f"features have shape {joined.shape} and dtype {joined.dtype}; floats {needed} are needed")
-    return joined, jnp.asarray(tokens)
+    return jnp.asarray(joined), jnp.asarray(tokens)

@@ -6,19 +6,26 @@ Each verb is a module of `eagle3_jax.commands`; JAX and the models are imported 
 
 import argparse
 import contextlib
+import errno
+import io
 import logging
 import os
+import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
 from eagle3_jax.commands import bench, distill, evaluate, generate, score, train, verify
+from eagle3_jax.commands.options import output_folder
 from eagle3_jax.errors import Eagle3Error
 
 VERBS = (generate, score, verify, distill, train, evaluate, bench)
 REFUSED, INTERRUPTED, CLOSED_PIPE = 2, 130, 141
 """Exit codes, the last two as a shell reports SIGINT and SIGPIPE."""
+NO_MEMORY = "not enough memory; ask for fewer prompts, fewer tokens or a smaller model"
+LONGEST_LINE = 1000
+"""Characters of a refusal: what it quotes comes from files and flags and may be anything."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -31,10 +38,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit code: 0; 1 where `verify` found another token; 2 for whatever is refused, after one line on
         stderr; 130 after an interrupt.
     """
+    ours = argv is None and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    if ours:
+        # Some imports swallow the exception of an interrupt, others print it.
+        signal.signal(signal.SIGINT, _leave)
+    _print_anything()
     with _logs_on_stderr():
         try:
             args = make_parser().parse_args(argv)
             _start_jax(args)
+            if ours:
+                signal.signal(signal.SIGINT, signal.default_int_handler)
             code = args.run(args)
             sys.stdout.flush()
             return code
@@ -50,8 +64,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         except OSError as error:
             return _refuse(f"{error.filename or 'output'}: {error.strerror or error}")
         except MemoryError:
-            return _refuse("not enough memory; ask for fewer prompts or a smaller model")
+            return _refuse(NO_MEMORY)
+        except RuntimeError as error:  # XLA's
+            if "RESOURCE_EXHAUSTED" not in str(error):
+                raise
+            return _refuse(NO_MEMORY)
         except KeyboardInterrupt:
+            if ours:
+                _leave()
             return INTERRUPTED
 
 
@@ -89,14 +109,35 @@ def _add_cache_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--compilation-cache",
         metavar="DIR",
+        type=output_folder,
         help="where compiled programs are kept (default: ~/.cache/eagle3_jax/xla)",
     )
     group.add_argument("--no-compilation-cache", action="store_true", help="compile everything, keep nothing")
 
 
+def _leave(*_: Any) -> NoReturn:
+    """End the process as interrupted, at once: XLA's threads may crash in an orderly shutdown."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError, RuntimeError):
+            stream.flush()
+    os._exit(INTERRUPTED)
+
+
 def _refuse(message: str) -> int:
-    print("eagle3-jax: error:", " ".join(message.split()), file=sys.stderr)
+    line = " ".join(message.split())
+    if len(line) > LONGEST_LINE:
+        line = f"{line[: LONGEST_LINE // 2]} [...] {line[-LONGEST_LINE // 4 :]}"
+    print("eagle3-jax: error:", line, file=sys.stderr)
     return REFUSED
+
+
+def _print_anything() -> None:
+    """Let stdout escape what its encoding lacks (a terminal of ASCII only), and stand in for closed streams."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, io.StringIO())
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
 
 
 @contextlib.contextmanager
@@ -114,9 +155,11 @@ def _logs_on_stderr() -> Iterator[None]:
     level = own.level
     own.setLevel(logging.INFO)
     root.addHandler(handler)
+    logging.captureWarnings(True)
     try:
         yield
     finally:
+        logging.captureWarnings(False)
         root.removeHandler(handler)
         own.setLevel(level)
 
@@ -128,16 +171,21 @@ def _start_jax(args: argparse.Namespace) -> None:
     """
     import jax
 
+    import eagle3_jax.api  # noqa: F401 - what every verb needs, while an interrupt still ends the process at once
+
     if args.no_compilation_cache:
         jax.config.update("jax_enable_compilation_cache", False)
-    elif args.compilation_cache or "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+    elif args.compilation_cache is not None or "JAX_COMPILATION_CACHE_DIR" not in os.environ:
         base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-        folder = Path(args.compilation_cache or f"{base}/eagle3_jax/xla").expanduser()
+        folder = Path(f"{base}/eagle3_jax/xla" if args.compilation_cache is None else args.compilation_cache)
         try:
+            folder = folder.expanduser()
             folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            fault = f"compilation cache {folder}: {error.strerror}"
-            if args.compilation_cache:
+            if not os.access(folder, os.W_OK | os.X_OK):
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        except (OSError, RuntimeError) as error:  # RuntimeError: nobody knows the home folder
+            fault = f"compilation cache {folder}: {getattr(error, 'strerror', None) or error}"
+            if args.compilation_cache is not None:
                 raise Eagle3Error(f"{fault}; give a folder that can be written") from error
             logging.getLogger(__name__).warning("%s: compiling without it", fault)
         else:

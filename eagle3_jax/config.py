@@ -166,8 +166,7 @@ class Fields:
         if value is None:
             raise Eagle3Error(f"{self.where}: field {name} is missing; a positive integer is needed")
         if isinstance(value, bool) or not isinstance(value, int) or not 0 < value < 2**31:
-            shown = repr(value)[:40]
-            raise Eagle3Error(f"{self.where}: field {name} is {shown}; a positive integer is needed")
+            raise Eagle3Error(f"{self.where}: field {name} is {value!r:.80}; a positive integer is needed")
         return value
 
     def number(self, name: str, default: float | None = None, above: float = 0.0) -> float:
@@ -177,9 +176,10 @@ class Fields:
             Eagle3Error: absent without a default, not a number, or out of range.
         """
         value = self.get(name, default)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not above < value < 1e300:
-            shown = repr(value)[:40]
-            raise Eagle3Error(f"{self.where}: field {name} is {shown}; a number above {above:g} is needed")
+        if isinstance(value, bool) or not isinstance(value, int | float) or not above < value < 1e30:
+            raise Eagle3Error(f"{self.where}: field {name} is {value!r:.80}; a number above {above:g} is needed")
+        if 0 < abs(value) < 1e-30:
+            raise Eagle3Error(f"{self.where}: field {name} is {value!r}, which float32 cannot hold")
         return float(value)
 
     def flag(self, name: str, default: bool = False) -> bool:
@@ -190,7 +190,7 @@ class Fields:
         """
         value = self.get(name, default)
         if not isinstance(value, bool):
-            raise Eagle3Error(f"{self.where}: field {name} is {value!r}; true or false is needed")
+            raise Eagle3Error(f"{self.where}: field {name} is {value!r:.80}; true or false is needed")
         return value
 
     def expect(self, name: str, allowed: Iterable[Any]) -> None:
@@ -203,7 +203,7 @@ class Fields:
         allowed = list(allowed)
         if value is not None and value not in allowed:
             text = f"only {' or '.join(map(repr, allowed))} is supported" if allowed else "it is not supported"
-            raise Eagle3Error(f"{self.where}: field {name} is {value!r}; {text}")
+            raise Eagle3Error(f"{self.where}: field {name} is {value!r:.80}; {text}")
 
 
 _ROPE_FIELDS = frozenset(
@@ -222,7 +222,7 @@ def parse_rope(fields: Fields, max_position: int) -> RopeConfig:
     fields.expect("rope_interleaved", [False])
     scaling = fields.get("rope_parameters", fields.get("rope_scaling", {}))
     if not isinstance(scaling, Mapping):
-        raise Eagle3Error(f"{fields.where}: rope settings are {scaling!r}; an object is needed")
+        raise Eagle3Error(f"{fields.where}: rope settings are {scaling!r:.80}; an object is needed")
     inner = Fields(scaling, f"{fields.where}: rope settings")
     unknown = sorted(set(scaling) - _ROPE_FIELDS)
     if unknown:
@@ -233,7 +233,7 @@ def parse_rope(fields: Fields, max_position: int) -> RopeConfig:
     if kind == "default":
         return RopeConfig(theta=theta)
     if kind not in ("linear", "llama3", "yarn"):
-        raise Eagle3Error(f"{inner.where}: kind {kind!r} is not supported; use default, linear, llama3 or yarn")
+        raise Eagle3Error(f"{inner.where}: kind {kind!r:.80} is not supported; use default, linear, llama3 or yarn")
     if kind == "linear":
         return RopeConfig(theta=theta, kind=kind, factor=inner.number("factor"))
     outer = fields.size("original_max_position_embeddings", max_position)

@@ -36,6 +36,10 @@ _GGUF_SPLITS = {
 
 _CONTROL, _USER_DEFINED = 3, 4  # values of tokenizer.ggml.token_type
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
+_MOST_CHARACTERS = 2**24
+"""Of one text; far more than any context holds. Tokenizers die, not raise, where memory ends."""
+_MOST_STEPS, _PRICE_OF_A_CALL = 10**7, 100
+"""Loop turns, and calls, of one rendering: a template that would never end is refused after a second or so."""
 _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
@@ -141,10 +145,12 @@ class Tokenizer:
                 its own.
 
         Raises:
-            Eagle3Error: not a string, or not valid Unicode (lone surrogates).
+            Eagle3Error: not a string, too long for any context, or not valid Unicode (lone surrogates).
         """
         if not isinstance(text, str):
             raise Eagle3Error(f"text to encode is a {type(text).__name__}; a string is needed")
+        if len(text) > _MOST_CHARACTERS:
+            raise Eagle3Error(f"text of {len(text)} characters; at most {_MOST_CHARACTERS} can be tokenised")
         with _refusing("this text cannot be tokenised"):
             ids = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
         return [*self._prefix, *ids, *self._suffix] if add_special_tokens else ids
@@ -175,6 +181,7 @@ class Tokenizer:
         """
         _check_messages(messages)
         template = self._template  # its own errors say more than "refuses these messages"
+        template.environment.steps = 0
         with _refusing(f"{self._where}: the chat template refuses these messages"):
             return template.render(
                 messages=[dict(message) for message in messages],
@@ -198,7 +205,7 @@ class Tokenizer:
         if self._chat_template is None:
             raise Eagle3Error(f"{self._where}: has no chat template; give plain text or token ids instead")
         with _refusing(f"{self._where}: the chat template is malformed"):
-            return _template_environment().from_string(self._chat_template)
+            return _compile_template(self._chat_template)
 
     def _shown_token(self, id_: int, skip_special_tokens: bool) -> str | None:
         """The token if `decode` would show it."""
@@ -385,10 +392,11 @@ def _check_messages(messages: Any) -> None:
             raise Eagle3Error(f'message {number} is not {{"role": string, "content": string}}')
 
 
-def _template_environment() -> Any:
-    """jinja2 as Hugging Face sets it up for chat templates."""
+def _compile_template(source: str) -> Any:
+    """jinja2 as Hugging Face sets it up for chat templates, with an end to every rendering."""
     import jinja2
     import jinja2.ext
+    import jinja2.nodes
     import jinja2.sandbox
 
     class GenerationBlock(jinja2.ext.Extension):
@@ -400,19 +408,37 @@ def _template_environment() -> Any:
             next(parser.stream)
             return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
+    class Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
+        """Counts loop turns and calls, since each template may ask for any number of them."""
+
+        steps = 0
+
+        def spend(self, items: Iterable[Any], price: int = 1) -> list[Any]:
+            items = list(items)
+            self.steps += price * len(items)
+            if self.steps > _MOST_STEPS:
+                raise jinja2.TemplateError(f"no end after {_MOST_STEPS} steps")
+            return items
+
+        def call(self, context: Any, obj: Any, /, *args: Any, **kwargs: Any) -> Any:
+            self.spend((obj,), _PRICE_OF_A_CALL)
+            return super().call(context, obj, *args, **kwargs)
+
     def raise_exception(message: str) -> None:
         raise jinja2.TemplateError(message)
 
     def tojson(value: Any, indent: int | None = None, **options: Any) -> str:
         return json.dumps(value, ensure_ascii=False, indent=indent, **options)
 
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[GenerationBlock, jinja2.ext.loopcontrols]
-    )
+    environment = Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[GenerationBlock, jinja2.ext.loopcontrols])
     environment.filters["tojson"] = tojson
+    environment.filters["_spend"] = environment.spend
     environment.globals["raise_exception"] = raise_exception
     environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
-    return environment
+    tree = environment.parse(source)
+    for loop in tree.find_all(jinja2.nodes.For):
+        loop.iter = jinja2.nodes.Filter(loop.iter, "_spend", [], [], None, None, lineno=loop.lineno)
+    return environment.from_string(tree)
 
 
 def _read_json(file: Path) -> dict[str, Any]:
@@ -444,8 +470,8 @@ def _folder_template(folder: Path, settings: Mapping[str, Any]) -> str | None:
             return file.read_text(encoding="utf-8")
     template = _read_json(folder / "chat_template.json").get("chat_template", settings.get("chat_template"))
     if isinstance(template, list):
-        named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
-        template = named.get("default")
+        named = [entry for entry in template if isinstance(entry, dict) and entry.get("name") == "default"]
+        template = named[-1].get("template") if named else None
         if template is None:
             raise Eagle3Error(f"{folder}: none of its chat templates is named default")
     if template is not None and not isinstance(template, str):

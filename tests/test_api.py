@@ -208,3 +208,30 @@ def test_smollm2_answers_as_transformers_does() -> None:
         assert row[:length] == prompt["prompt_ids"]
     with pytest.raises(e3.Eagle3Error, match="list of chats"):
         e3.encode(smollm, prompts[0]["messages"])
+
+
+@pytest.mark.parametrize("rows", [None, 5, {1: 2}, np.array([[1, 2]]), iter([[1]])])
+def test_what_is_no_list_of_prompts_is_refused(rows: Any) -> None:
+    with pytest.raises(e3.Eagle3Error, match="non-empty list of non-empty lists"):
+        e3.encode_ids(target("llama_tied"), rows)
+
+
+@pytest.mark.parametrize("sizes", [5, ["a"], [None], [0], "abc", [1.5]])
+def test_what_are_no_buckets_is_refused(sizes: Any) -> None:
+    with pytest.raises(e3.Eagle3Error, match="bucket"):
+        e3.encode_ids(target("llama_tied"), [[1, 2]], sizes)
+
+
+@pytest.mark.parametrize(
+    ("ids", "lengths"),
+    [
+        ([[1, 2], [3]], None),
+        ([[1, 2]], [1.5]),
+        ([[1, 2]], [float("nan")]),
+        ([[1, 2]], ["a"]),
+        ([[1, 2]], [[1], [2, 3]]),
+    ],
+)
+def test_ragged_ids_and_lengths_of_another_kind_are_refused(ids: Any, lengths: Any) -> None:
+    with pytest.raises(e3.Eagle3Error):
+        e3.score(target("llama_tied"), ids, lengths)

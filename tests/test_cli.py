@@ -307,7 +307,12 @@ BAD = [
     "generate --target {target} --no-draft --prompt-ids {ids} --seed 4294967296",
     "generate --target {target} --no-draft --prompt-ids {ids} --stop-id -1",
     "generate --target {target} --no-draft --prompt-ids {ids} --compilation-cache {ids}",
+    "generate --target {target} --no-draft --prompt-ids {ids} --stop-id 96",
+    "generate --target {target} --no-draft --prompt-ids {ids} --compilation-cache ''",
+    "generate --target {target} --no-draft --prompt-ids {ids} --compilation-cache ~nobody-here/x",
+    "generate --target {target} --draft {draft} --draft-set rope_theta=1 --prompt-ids {ids}",
     "score --target {target} --prompt-ids {ids}",
+    "score --target {target} --prompt-ids {ids} --out /dev/null",
     "score --target {target} --prompt-ids {ids} --out {tmp}/nowhere/x.npz",
     "score --target {target} --prompt-ids {ids} --out {tmp}",
     "score --target {target} --prompt-ids {ids} --out ''",
@@ -317,6 +322,11 @@ BAD = [
     "distill --target {target}",
     "distill --target {target} --out {tmp}/chats",
     "distill --target {target} --out {tmp}/chats --chats 0",
+    "distill --target {target} --out {tmp}/chats --min-p 5",
+    "distill --target {target} --out {tmp}/chats --temperatures=-1",
+    "distill --target {target} --out {tmp}/chats --seed -1",
+    "distill --target {target} --out ''",
+    "distill --target {target} --out {ids}",
     "distill --target {target} --out {tmp}/chats --temperatures 0,warm",
     "distill --target {target} --out {tmp}/chats --min-p nan",
     "train --target {target} --data {tmp}/missing.npz --out {tmp}/run",
@@ -327,6 +337,15 @@ BAD = [
     "train --target {target} --data {ids} --out {tmp}/run --taps 1,x",
     "train --target {target} --data {ids} --out {tmp}/run --learning-rate inf",
     "train --target {target} --data {ids} --out {tmp}/run --ttt-steps 0",
+    "train --target {target} --data {ids} --out {tmp}/run --ttt-steps 1000",
+    "train --target {target} --data {ids} --out {tmp}/run --batch-size 1000000000",
+    "train --target {target} --data {ids} --out {tmp}/run --steps 1000000000000",
+    "train --target {target} --data {ids} --out {tmp}/run --intermediate-size -5",
+    "train --target {target} --data {ids} --out {tmp}/run --seed -1",
+    "train --target {target} --data {ids} --out {tmp}/run --clip 0",
+    "train --target {target} --data {ids} --out {tmp}/run --rope-theta 0",
+    "train --target {target} --data {ids} --out {tmp}/run --features {ids}",
+    "train --target {target} --data {ids} --out {ids}",
     "evaluate --target {target} --draft {draft} --prompts {tmp}/missing.json",
     "evaluate --target {target} --draft {draft} --prompts {ids} --speculation chain:99",
     "bench --target {target} --draft {draft} --repeats 0",
@@ -371,9 +390,43 @@ def test_a_newline_in_a_name_stays_on_one_line(run: Any, ids: Path) -> None:
     assert (code, err.count("\n")) == (2, 1)
 
 
+def test_a_refusal_stays_short_whatever_it_quotes(run: Any, ids: Path) -> None:
+    code, _, err = run("generate", "--target", TARGET, "--no-draft", "--prompt-ids", ids, "--seed", "9" * 10**5)
+    assert (code, len(err) < 1000) == (2, True)
+
+
+def test_closed_streams_are_no_error(monkeypatch: pytest.MonkeyPatch, ids: Path, tmp_path: Path) -> None:
+    argv = ["score", "--target", str(TARGET), "--prompt-ids", str(ids), "--out", str(tmp_path / "x.npz")]
+    monkeypatch.setattr(sys, "stdout", None)
+    monkeypatch.setattr(sys, "stderr", None)
+    assert cli.main(argv) == 0
+
+
+@pytest.mark.parametrize("after", [0.3, 1.5])
+def test_an_interrupted_process_ends_quietly(ids: Path, after: float) -> None:
+    argv = ["score", "--target", str(TARGET), "--prompt-ids", str(ids), "--out", "/tmp/never.npz"]
+    code = (
+        "import sys, threading, os, signal, time\n"
+        "from eagle3_jax import cli\n"
+        "from eagle3_jax.commands import score\n"
+        "score.run = lambda args: time.sleep(60)\n"
+        f"threading.Timer({after}, os.kill, (os.getpid(), signal.SIGINT)).start()\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        f"sys.argv[1:] = {argv!r}\n"
+        "sys.exit(cli.main())"
+    )
+    done = _subprocess(code, capture_output=True)
+    assert (done.returncode, done.stdout, done.stderr) == (cli.INTERRUPTED, "", "")
+
+
 @pytest.mark.parametrize(
     ("error", "code", "lines"),
-    [(KeyboardInterrupt(), 130, 0), (MemoryError(), 2, 1), (OSError(28, "No space left on device"), 2, 1)],
+    [
+        (KeyboardInterrupt(), 130, 0),
+        (MemoryError(), 2, 1),
+        (RuntimeError("RESOURCE_EXHAUSTED: Out of memory"), 2, 1),
+        (OSError(28, "No space left on device"), 2, 1),
+    ],
 )
 def test_interruptions_reach_the_shell_without_a_traceback(
     monkeypatch: pytest.MonkeyPatch, run: Any, ids: Path, error: BaseException, code: int, lines: int

@@ -286,7 +286,9 @@ def _measure_cells(
     """Plain and every speculation over all batches, in turns: one cell for each speculation."""
     used = used_transforms(sampling)
     transforms = tuple(name for name in TRANSFORMS if name in used)
-    plain_config = GenerationConfig(max_new_tokens, transforms=transforms)
+    # No longer than the context: the result is as wide as what is asked for.
+    capacity = min(max_new_tokens, target.model.config.max_position)
+    plain_config = GenerationConfig(capacity, transforms=transforms)
     request = (row_keys(seed, len(batches[0][1])), sampling)
     run_plain = jax.jit(generate, static_argnames=("model", "config"))
     run_speculative = jax.jit(speculative_generate, static_argnames=("target_model", "draft_model", "config"))

@@ -1,9 +1,10 @@
 """Prompts to measure with."""
 
 import dataclasses
+import os
 from pathlib import Path
 
-from eagle3_jax.checkpoint.files import read_json_value
+from eagle3_jax.checkpoint.files import quote, read_json_value
 from eagle3_jax.checkpoint.registry import configs_folder
 from eagle3_jax.errors import Eagle3Error
 
@@ -43,8 +44,10 @@ def load_workload(name: str) -> Workload:
         path = configs_folder() / "prompts" / f"{name}.json"
     else:
         path = Path(name)
-        if not path.exists():
-            raise Eagle3Error(f"prompts {name!r}: no such file and no packaged set; packaged: {', '.join(PACKAGED)}")
+        if not os.path.exists(path):
+            raise Eagle3Error(
+                f"prompts {quote(name)}: no such file and no packaged set; packaged: {', '.join(PACKAGED)}"
+            )
     value = read_json_value(path)
     prompts = value if isinstance(value, list) and all(isinstance(p, list) and p for p in value) else []
     for kind, key in ((dict, "chats"), (int, "ids")):

@@ -63,14 +63,14 @@ def allocate(allocator: BlockAllocator, table: Array, needed: Array) -> tuple[Bl
     held = jnp.sum(table < num_blocks, axis=1, dtype=jnp.int32)
     fits = needed <= table.shape[1]
     want = jnp.where(fits, jnp.maximum(needed - held, 0), 0)
-    served = fits & ((jnp.cumsum(want) <= allocator.available) | (want == 0))
+    served = fits & ((jnp.cumsum(want, dtype=jnp.int32) <= allocator.available) | (want == 0))
     want = jnp.where(served, want, 0)
-    before = jnp.cumsum(want) - want
+    before = jnp.cumsum(want, dtype=jnp.int32) - want
     column = jnp.arange(table.shape[1], dtype=jnp.int32) - held[:, None]
     new = (column >= 0) & (column < want[:, None])
     taken = allocator.available - 1 - (before[:, None] + column)
     table = jnp.where(new, allocator.free[jnp.clip(taken, 0, num_blocks - 1)], table)
-    return BlockAllocator(allocator.free, allocator.available - jnp.sum(want)), table, served
+    return BlockAllocator(allocator.free, allocator.available - jnp.sum(want, dtype=jnp.int32)), table, served
 
 
 def release(allocator: BlockAllocator, table: Array, done: Array) -> tuple[BlockAllocator, Array]:

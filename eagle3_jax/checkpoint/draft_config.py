@@ -72,7 +72,7 @@ class Overrides:
         if "norm_output" in values:
             fields.flag("norm_output")
         if "rope_theta" in values:
-            values["rope_theta"] = fields.number("rope_theta")
+            values["rope_theta"] = fields.number("rope_theta", above=1.0)
         if "dtype" in values:
             check_dtype(values["dtype"])
         return cls(**values)

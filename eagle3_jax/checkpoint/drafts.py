@@ -7,13 +7,14 @@ import dataclasses
 import logging
 import os
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
 from eagle3_jax.checkpoint.draft_config import NO_OVERRIDES, Overrides, ParsedDraft, parse_draft
-from eagle3_jax.checkpoint.files import write_json_atomic
+from eagle3_jax.checkpoint.files import refusing_io, write_json_atomic
 from eagle3_jax.checkpoint.folders import atomic_folder, read_config, rope_fields
 from eagle3_jax.checkpoint.names import (
     EAGLE3,
@@ -84,8 +85,15 @@ def load_draft(path: str | os.PathLike[str], target: Target, overrides: Mapping[
         >>> draft.model.config.taps  # doctest: +SKIP
         (2, 15, 27)
     """
+    if overrides is not None and not isinstance(overrides, Mapping):
+        raise Eagle3Error(f"overrides are a {type(overrides).__name__}; a mapping of names to values is needed")
     given = Overrides.read(overrides) if overrides else NO_OVERRIDES
     name, folder = locate(path, "draft")
+    with refusing_io(folder):
+        return _load_folder(name, folder, target, given)
+
+
+def _load_folder(name: str, folder: Path, target: Target, given: Overrides) -> Draft:
     if not folder.is_dir():
         raise Eagle3Error(f"{folder}: is a file; give the draft's folder, with config.json and {SINGLE_FILE}")
     if is_orbax_folder(folder):

@@ -113,12 +113,34 @@ def _unique(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
 
 
 @contextmanager
+def refusing_io(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Turn what the system says against a path (no permission, no folder, no space) into one line.
+
+    Raises:
+        Eagle3Error: instead of any `OSError`.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise Eagle3Error(f"{error.filename or path}: {reason(error)}; give a path that can be used") from error
+
+
+@contextmanager
 def atomic_file(path: Path) -> Iterator[BinaryIO]:
     """Open a new binary file that takes its name only once it is complete and on disk.
 
+    Where the name is a link, the file behind it is replaced.
+
     Raises:
-        Eagle3Error: the file cannot be written; the old one, if any, is whole.
+        Eagle3Error: the file cannot be written, or the name belongs to a device or a pipe; the old one, if any,
+            is whole.
     """
+    try:
+        path = Path(os.path.realpath(path))
+    except ValueError as error:  # a NUL character
+        raise Eagle3Error(f"{path}: cannot be written: {error}") from error
+    if os.path.exists(path) and not os.path.isfile(path):
+        raise Eagle3Error(f"{path}: cannot be written: it is no regular file; give the name of a file")
     temporary = path.parent / f".{path.name}.{uuid.uuid4().hex[:8]}.tmp"
     try:
         # Not tempfile: its files are private to the user, and the result should follow the umask.

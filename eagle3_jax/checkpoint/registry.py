@@ -94,6 +94,8 @@ def locate(path: str | os.PathLike[str], kind: str) -> tuple[str, Path]:
     Raises:
         Eagle3Error: neither a known name nor an existing path, or a name of the other kind.
     """
+    if not isinstance(path, str | os.PathLike):
+        raise Eagle3Error(f"{quote(path)} is no name or path of a {kind}")
     text = os.fspath(path)
     known = entries()
     if text in known:

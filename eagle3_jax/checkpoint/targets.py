@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from eagle3_jax.checkpoint.files import map_file, read_json, write_json_atomic
+from eagle3_jax.checkpoint.files import map_file, read_json, refusing_io, write_json_atomic
 from eagle3_jax.checkpoint.folders import (
     atomic_folder,
     check_eos_ids,
@@ -39,6 +39,7 @@ _TOKENIZER_FILES = (
     "chat_template.json",
 )
 _GGUF_TOKENIZER_FILE = "tokenizer.gguf.json"
+_MOST_LAYERS = 10_000
 _LM_HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
 
@@ -88,11 +89,12 @@ def load_target(path: str | os.PathLike[str], dtype: str | None = None) -> Targe
     if dtype is not None:
         check_dtype(dtype)
     name, place = locate(path, "target")
-    if not place.is_dir():
-        return _load_gguf(name, place, dtype or default_dtype())
-    if is_orbax_folder(place):
-        return _load_orbax(name, place, dtype)
-    return _load_folder(name, place, dtype or default_dtype())
+    with refusing_io(place):
+        if not place.is_dir():
+            return _load_gguf(name, place, dtype or default_dtype())
+        if is_orbax_folder(place):
+            return _load_orbax(name, place, dtype)
+        return _load_folder(name, place, dtype or default_dtype())
 
 
 def _load_folder(name: str, folder: Path, dtype: str) -> Target:
@@ -127,6 +129,8 @@ def _load_orbax(name: str, folder: Path, dtype: str | None) -> Target:
     parsed = parse_llama(config, str(folder / "config.json"))
     model = Llama(_with_dtype(parsed, dtype or check_dtype(meta["dtype"])))
     tokenizer, eos_ids = _read_text(folder, config, parsed.vocab_size)
+    if parsed.num_layers > _MOST_LAYERS:
+        raise Eagle3Error(f"{folder / 'config.json'}: {parsed.num_layers} layers are more than any model has")
     return Target(name, model, read_params(folder, abstract_params(model)), tokenizer, eos_ids, folder)
 
 
@@ -146,6 +150,9 @@ def _weight_formats(tied: bool, dtype: str) -> WeightFormats:
 
 
 def _load_weights(model: Llama, source: TensorSource) -> Any:
+    # Before the model is described, layer by layer, for as many as a damaged config names.
+    if (layers := model.config.num_layers) > len(source):
+        raise Eagle3Error(f"{source.path}: {len(source)} tensors cannot be the {layers} layers that the config names")
     ignored = ()
     if model.config.tied and _LM_HEAD in source:
         if not np.array_equal(source.read(_LM_HEAD), source.read(_EMBEDDING)):

@@ -7,6 +7,7 @@ from eagle3_jax.commands.options import (
     add_json_argument,
     add_prompt_ids_argument,
     add_target_arguments,
+    output_folder,
     read_prompt_ids,
 )
 from eagle3_jax.commands.settings import add_config_arguments, read_config
@@ -17,7 +18,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     from eagle3_jax.training.distill import DistillConfig
 
     add_target_arguments(parser)
-    parser.add_argument("--out", metavar="DIR", required=True, help="folder of the token shards")
+    parser.add_argument("--out", metavar="DIR", type=output_folder, required=True, help="folder of the token shards")
     add_prompt_ids_argument(parser, help="user turns, instead of sampled ones: a list of lists of token ids")
     add_config_arguments(parser, DistillConfig)
     add_json_argument(parser)

@@ -72,13 +72,20 @@ def output_file(text: str) -> Path:
     """An argparse type: a file to write. Its folder is looked at now, not after the work."""
     path = Path(text)
     try:
-        if path.is_dir() or not text:
-            raise argparse.ArgumentTypeError(f"{text!r} is not a file name")
+        if not text or (os.path.exists(path) and not os.path.isfile(path)):
+            raise argparse.ArgumentTypeError(f"{text!r} is not the name of a regular file")
         if not os.access(path.parent, os.W_OK | os.X_OK):
             raise argparse.ArgumentTypeError(f"no folder {str(path.parent)!r} that can be written")
     except ValueError as error:  # a NUL character
         raise argparse.ArgumentTypeError(f"{text!r} is not a file name") from error
     return path
+
+
+def output_folder(text: str) -> str:
+    """An argparse type: a folder to write, which need not exist yet."""
+    if not text or "\0" in text or (os.path.exists(text) and not os.path.isdir(text)):
+        raise argparse.ArgumentTypeError(f"{text!r} is not the name of a folder")
+    return text
 
 
 def add_target_arguments(parser: argparse.ArgumentParser) -> None:
@@ -324,6 +331,9 @@ def make_request(args: argparse.Namespace, prompts: Prompts, target: "Target") -
         stop_ids=args.stop_id,
         ignore_eos=args.ignore_eos,
     )
+    vocab_size = target.model.config.vocab_size
+    if (last := max(args.stop_id, default=0)) >= vocab_size:
+        raise Eagle3Error(f"--stop-id {last} is no token; ids from 0 to {vocab_size - 1} are needed")
     used = used_transforms(sampling)
     capacity = -(-args.max_new_tokens // CAPACITY_STEP) * CAPACITY_STEP
     config = e3.GenerationConfig(

@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from eagle3_jax.commands.options import add_json_argument, add_target_arguments
+from eagle3_jax.commands.options import add_json_argument, add_target_arguments, output_folder
 from eagle3_jax.commands.settings import add_config_arguments, read_config
 
 if TYPE_CHECKING:
@@ -20,7 +20,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_target_arguments(parser)
     add_data_argument(parser, required=True)
     parser.add_argument(
-        "--out", metavar="DIR", required=True, help="folder of the run; its draft/ is the trained draft"
+        "--out",
+        metavar="DIR",
+        type=output_folder,
+        required=True,
+        help="folder of the run; its draft/ is the trained draft",
     )
     add_features_argument(parser)
     parser.add_argument(
@@ -54,7 +58,9 @@ def add_data_argument(parser: argparse.ArgumentParser, required: bool) -> None:
 
 def add_features_argument(parser: argparse.ArgumentParser) -> None:
     """--features."""
-    parser.add_argument("--features", metavar="DIR", help="cache of the target's hidden states (large)")
+    parser.add_argument(
+        "--features", metavar="DIR", type=output_folder, help="cache of the target's hidden states (large)"
+    )
 
 
 def read_data(path: str, target: "Target") -> "list[Chat]":

@@ -28,7 +28,7 @@ from eagle3_jax.cache.paged import (
     make_pools,
 )
 from eagle3_jax.decoding.drafters import Drafter, Eagle3Drafter, NoDrafter, Verified
-from eagle3_jax.decoding.request import GenerationConfig, check_request
+from eagle3_jax.decoding.request import GenerationConfig, check_pair, check_request
 from eagle3_jax.decoding.sampling import (
     History,
     Sampling,
@@ -42,6 +42,7 @@ from eagle3_jax.decoding.sampling import (
     truncate,
 )
 from eagle3_jax.decoding.stats import Stats
+from eagle3_jax.errors import Eagle3Error
 from eagle3_jax.models.attention import paged_attention
 from eagle3_jax.models.eagle3 import Eagle3
 from eagle3_jax.models.layers import apply
@@ -144,7 +145,7 @@ def decode_round(setup: Setup, params: Params, sampling: Sampling, state: State)
         drawn, sound = _draw(setup, sampling, state, logits, proposed, noise)
     with jax.named_scope("accept"):
         matches = jnp.cumprod(drawn[:, :drafts] == proposed, axis=1, dtype=jnp.int32)
-        accepted = jnp.sum(matches, axis=1)
+        accepted = jnp.sum(matches, axis=1, dtype=jnp.int32)
         emit, finish = _emittable(sampling, state, drawn, sound, accepted + 1)
     with jax.named_scope("commit"):
         pending = Verified(features, drawn, state.length, emit, state.table)
@@ -385,15 +386,15 @@ def speculative_generate(
         target_model: the target's module. draft_model: an EAGLE-3 module or any `Drafter`.
 
     Raises:
-        Eagle3Error: keys of another kind, and, outside of `jax.jit`, prompts that do not fit.
+        Eagle3Error: keys of another kind, a draft of another target, and, outside of `jax.jit`, prompts that do
+            not fit.
 
     Example:
         >>> run = jax.jit(speculative_generate, static_argnames=("target_model", "draft_model", "config"))
     """
-    keys = check_keys(keys, token_ids.shape[0])
     check_request(token_ids, lengths, sampling, target_model.config, config)
-    drafter = Eagle3Drafter(draft_model) if isinstance(draft_model, Eagle3) else draft_model
-    setup = Setup(target_model, drafter, config)
+    keys = check_keys(keys, token_ids.shape[0])
+    setup = Setup(target_model, _drafter(draft_model, target_model), config)
     params = (target_params, draft_params)
     state = prefill(setup, params, token_ids, lengths, keys, sampling)
     return result(run_rounds(setup, params, sampling, state, config.max_new_tokens))
@@ -421,6 +422,16 @@ def generate(
         draft_model=NoDrafter(),
         config=config,
     )
+
+
+def _drafter(draft_model: Eagle3 | Drafter | None, target_model: Llama) -> Drafter:
+    """The drafter of a draft model that fits the target; None drafts nothing."""
+    if draft_model is None:
+        return NoDrafter()
+    if not isinstance(draft_model, Eagle3):
+        return draft_model
+    check_pair(draft_model.config, target_model.config)
+    return Eagle3Drafter(draft_model)
 
 
 def result(state: State) -> Generation:
@@ -451,16 +462,14 @@ def stream(
     `speculative_generate`'s.
 
     Raises:
-        Eagle3Error: keys of another kind, or prompts that do not fit.
+        Eagle3Error: keys of another kind, a draft of another target, or prompts that do not fit.
     """
-    keys = check_keys(keys, token_ids.shape[0])
     check_request(token_ids, lengths, sampling, target_model.config, config)
-    if draft_model is None:
-        drafter, draft_params = NoDrafter(), ()
-    else:
-        drafter = Eagle3Drafter(draft_model) if isinstance(draft_model, Eagle3) else draft_model
-    setup = Setup(target_model, drafter, config)
-    params = (target_params, draft_params)
+    keys = check_keys(keys, token_ids.shape[0])
+    if rounds_per_call < 1:
+        raise Eagle3Error(f"rounds_per_call is {rounds_per_call}; at least 1 is needed")
+    setup = Setup(target_model, _drafter(draft_model, target_model), config)
+    params = (target_params, () if draft_model is None else draft_params)
     state = jitted_prefill(setup, params, token_ids, lengths, keys, sampling)
     yield jax.device_get(result(state))
     while np.any(np.asarray(state.finish) == RUNNING):

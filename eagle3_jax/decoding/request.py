@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from eagle3_jax.config import LlamaConfig
+from eagle3_jax.config import Eagle3Config, LlamaConfig
 from eagle3_jax.decoding.sampling import TRANSFORMS, Sampling, check_transforms, used_transforms
 from eagle3_jax.errors import Eagle3Error
 
@@ -73,11 +73,28 @@ class GenerationConfig:
         """Refuse impossible sizes and unknown transforms."""
         for name in ("max_new_tokens", "prefill_chunk", "block_size"):
             value = getattr(self, name)
-            if type(value) is not int or not 1 <= value < 2**31:
-                raise Eagle3Error(f"{name} is {value!r}; an integer of at least 1 is needed")
+            if type(value) is not int or not 1 <= value <= 2**24:
+                raise Eagle3Error(f"{name} is {value!r:.80}; an integer from 1 to 2**24 is needed")
         if not isinstance(self.speculation, Chain) or not isinstance(self.transforms, tuple):
             raise Eagle3Error("speculation must be a Chain and transforms a tuple of names")
+        if type(self.return_logprobs) is not bool or type(self.pad_id) is not int:
+            raise Eagle3Error("return_logprobs must be True or False and pad_id an integer")
         check_transforms(self.transforms)
+
+
+def check_pair(draft: Eagle3Config, target: LlamaConfig) -> None:
+    """Check that a draft can read a target's features and speaks its vocabulary.
+
+    Raises:
+        Eagle3Error: another width or vocabulary, or taps the target does not have.
+    """
+    if draft.target_hidden_size != target.hidden_size or draft.vocab_size != target.vocab_size:
+        raise Eagle3Error(
+            f"the draft is for a target of width {draft.target_hidden_size} and {draft.vocab_size} ids; "
+            f"this one has width {target.hidden_size} and {target.vocab_size} ids"
+        )
+    if max(draft.taps) > target.num_layers:
+        raise Eagle3Error(f"the draft taps hidden states {draft.taps}; the target has {target.num_layers} layers")
 
 
 def check_request(
@@ -89,7 +106,11 @@ def check_request(
         Eagle3Error: shapes that do not fit each other, an empty prompt, one that fills the context, an id outside
             the vocabulary, or a transform asked for but not compiled in.
     """
-    if token_ids.ndim != 2 or lengths.shape != token_ids.shape[:1] or 0 in token_ids.shape:
+    if not isinstance(config, GenerationConfig) or not isinstance(sampling, Sampling):
+        raise Eagle3Error("config must be a GenerationConfig and sampling come from Sampling.make")
+    if not all(hasattr(x, "dtype") and hasattr(x, "shape") for x in (token_ids, lengths)):
+        raise Eagle3Error("prompts and lengths must be arrays; make them with encode or encode_ids")
+    if len(token_ids.shape) != 2 or lengths.shape != token_ids.shape[:1] or 0 in token_ids.shape:
         raise Eagle3Error(f"prompts have shape {token_ids.shape}, lengths {lengths.shape}; [B, P] and [B] are needed")
     if token_ids.dtype != jnp.int32 or lengths.dtype != jnp.int32:
         raise Eagle3Error(f"prompts are {token_ids.dtype}, lengths {lengths.dtype}; int32 is needed")
@@ -107,6 +128,9 @@ def check_request(
     real = np.arange(ids.shape[1]) < counts[:, None]
     if np.any((ids < 0) & real) or np.any((ids >= model.vocab_size) & real):
         raise Eagle3Error(f"prompts hold token ids outside [0, {model.vocab_size})")
+    for name in ("eos_ids", "stop_ids", "bias_ids"):
+        if np.any(np.asarray(getattr(sampling, name)) >= model.vocab_size):
+            raise Eagle3Error(f"{name} hold ids of {model.vocab_size} or more, which the target's vocabulary lacks")
     missing = sorted(used_transforms(sampling) - set(config.transforms))
     if missing:
         raise Eagle3Error(f"sampling asks for {', '.join(missing)}; add them to GenerationConfig.transforms")

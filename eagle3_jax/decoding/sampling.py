@@ -83,20 +83,22 @@ class Sampling:
         Raises:
             Eagle3Error: a value out of its range, or a sequence of another length than `batch`.
         """
+        _check_batch(batch)
 
         def column(name: str, value: Any, dtype: Any, low: float, high: float) -> Array:
-            array = _as_numbers(name, value)
+            array = _as_numbers(name, value, "biu" if dtype is np.bool_ else "iuf")
             if array.ndim > 1 or (array.ndim == 1 and len(array) != batch):
                 raise Eagle3Error(f"{name} has shape {array.shape}; give one number or {batch}, one a row")
             if dtype is not np.float32 and array.dtype.kind == "f":
-                raise Eagle3Error(f"{name} is {value!r}; a whole number is needed")
+                raise Eagle3Error(f"{name} is {value!r:.80}; a whole number is needed")
             if not np.all((array >= low) & (array <= high)):
-                raise Eagle3Error(f"{name} is {value!r}; it must lie in [{low:g}, {high:g}]")
+                raise Eagle3Error(f"{name} is {value!r:.80}; it must lie in [{low:g}, {high:g}]")
             return jnp.asarray(np.broadcast_to(array, (batch,)), dtype)
 
         def table(name: str, rows: list[list[Any]]) -> Array:
-            if any(not isinstance(i, int | np.integer) or not 0 <= i < 2**31 for row in rows for i in row):
-                raise Eagle3Error(f"{name} are {rows!r}; token ids from 0 are needed")
+            for i in (i for row in rows for i in row):
+                if not is_whole(i) or not 0 <= i < 2**31:
+                    raise Eagle3Error(f"{name} holds {i!r:.80}; token ids from 0 are needed")
             width = max((len(row) for row in rows), default=0)
             padded = np.full((batch, width), -1, np.int32)
             for i, row in enumerate(rows):
@@ -109,14 +111,14 @@ class Sampling:
         for i, row in enumerate(biases):
             given = _as_numbers("logit_bias values", list(row.values()))
             if given.shape != (len(row),):
-                raise Eagle3Error(f"logit_bias is {row!r}; one number a token id is needed")
+                raise Eagle3Error(f"logit_bias is {row!r:.80}; one number a token id is needed")
             values[i, : len(row)] = given
         if not np.all(np.abs(values) <= 1e30):
             raise Eagle3Error("logit_bias holds a value that is not finite; ban a token with -1000, say")
         tiny, huge = 1e-6, 1e6
         hot = _as_numbers("temperature", temperature)
         if np.any((hot > 0) & (hot < tiny)):
-            raise Eagle3Error(f"temperature is {temperature!r}; use 0 for greedy, or at least {tiny:g}")
+            raise Eagle3Error(f"temperature is {temperature!r:.80}; use 0 for greedy, or at least {tiny:g}")
         return cls(
             temperature=column("temperature", hot, np.float32, 0.0, huge),
             top_k=column("top_k", top_k, np.int32, 0, UNLIMITED),
@@ -131,17 +133,27 @@ class Sampling:
             stop_ids=table("stop_ids", _by_row("stop_ids", stop_ids, batch, int)),
             ignore_eos=column("ignore_eos", ignore_eos, np.bool_, 0, 1),
             bias_ids=bias_ids,
-            bias_values=jnp.asarray(values),
+            bias_values=jnp.asarray(values, jnp.float32),
         )
 
 
-def _as_numbers(name: str, value: Any) -> np.ndarray:
+def is_whole(value: Any) -> bool:
+    """Whether a value is an integer, and no boolean."""
+    return isinstance(value, int | np.integer) and not isinstance(value, bool)
+
+
+def _check_batch(batch: Any) -> None:
+    if not is_whole(batch) or batch < 1:
+        raise Eagle3Error(f"batch is {batch!r:.80}; a positive integer is needed")
+
+
+def _as_numbers(name: str, value: Any, kinds: str = "iuf") -> np.ndarray:
     try:
         array = np.asarray(value)
     except (ValueError, TypeError):
         array = np.asarray("ragged")
-    if array.size and array.dtype.kind not in "biuf":
-        raise Eagle3Error(f"{name} is {value!r}; numbers are needed")
+    if array.size and array.dtype.kind not in kinds:
+        raise Eagle3Error(f"{name} is {value!r:.80}; numbers are needed")
     return array
 
 
@@ -150,12 +162,12 @@ def _by_row(name: str, value: Any, batch: int, item: type) -> list[Any]:
     if item is dict and isinstance(value, dict):
         return [value] * batch
     if not isinstance(value, list | tuple | np.ndarray):
-        raise Eagle3Error(f"{name} is {value!r}; a sequence is needed")
-    if item is int and all(isinstance(i, int | np.integer) for i in value):
+        raise Eagle3Error(f"{name} is {value!r:.80}; a sequence is needed")
+    if item is int and not any(isinstance(i, list | tuple | np.ndarray) for i in value):
         return [list(value)] * batch
     kind = dict if item is dict else (list, tuple, np.ndarray)
     if len(value) != batch or not all(isinstance(row, kind) for row in value):
-        raise Eagle3Error(f"{name} is {value!r}; give one for all rows or {batch}, one a row")
+        raise Eagle3Error(f"{name} is {value!r:.80}; give one for all rows or {batch}, one a row")
     return list(value)
 
 
@@ -177,8 +189,9 @@ def row_keys(seed: int, batch: int) -> Array:
     Raises:
         Eagle3Error: a seed outside [0, 2**32), of which JAX would keep the low bits only.
     """
-    if not 0 <= seed < 2**32:
-        raise Eagle3Error(f"seed is {seed}; it must lie in [0, 2**32)")
+    _check_batch(batch)
+    if not is_whole(seed) or not 0 <= seed < 2**32:
+        raise Eagle3Error(f"seed is {seed!r:.80}; an integer in [0, 2**32) is needed")
     return jax.vmap(jax.random.fold_in, (None, 0))(
         jax.random.key(seed, impl="threefry2x32"), jnp.arange(batch, dtype=jnp.uint32)
     )
@@ -272,7 +285,7 @@ def _add_bias(logits: Array, sampling: Sampling) -> Array:
     vocab_size = logits.shape[-1]
     ids = jnp.where(sampling.bias_ids < 0, vocab_size, sampling.bias_ids)
     row = jnp.arange(ids.shape[0], dtype=jnp.int32)[:, None]
-    bias = jnp.zeros((ids.shape[0], vocab_size)).at[row, ids].add(sampling.bias_values, mode="drop")
+    bias = jnp.zeros((ids.shape[0], vocab_size), jnp.float32).at[row, ids].add(sampling.bias_values, mode="drop")
     return logits + bias[:, None]
 
 
@@ -329,7 +342,7 @@ def truncate(z: Array, sampling: Sampling, transforms: tuple[str, ...], slack: f
 def _top_k(z: Array, top_k: Array, slack: float) -> Array:
     k = jnp.where(top_k > 0, top_k, z.shape[-1])[:, None]
     ordered = _ordered_bits(z)
-    cut = _largest_cut(lambda cut: jnp.sum(ordered >= cut[..., None], axis=-1) >= k, z.shape[:-1])
+    cut = _largest_cut(lambda cut: jnp.sum(ordered >= cut[..., None], axis=-1, dtype=jnp.int32) >= k, z.shape[:-1])
     lowest = jnp.min(jnp.where(ordered >= cut[..., None], z, jnp.inf), axis=-1, keepdims=True)
     return jnp.where(z >= lowest - slack, z, -jnp.inf)
 

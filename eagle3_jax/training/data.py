@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from eagle3_jax.checkpoint.files import atomic_file, reason
+from eagle3_jax.checkpoint.files import atomic_file, reason, refusing_io
 from eagle3_jax.errors import Eagle3Error
 
 PADDING = -1
@@ -89,33 +89,17 @@ def read_chats(path: str | os.PathLike[str], prefix: Sequence[int] = ()) -> list
         Eagle3Error: nothing there, or a file that is not a shard.
     """
     path = Path(path)
-    files = sorted(path.glob("*.npz")) if path.is_dir() else [path]
-    if not files or not files[0].exists():
-        raise Eagle3Error(f"{path}: no token shards (.npz) here; make some with eagle3-jax distill")
+    with refusing_io(path):
+        files = sorted(path.glob("*.npz")) if path.is_dir() else [path]
+        if not files or not files[0].exists():
+            raise Eagle3Error(f"{path}: no token shards (.npz) here; make some with eagle3-jax distill")
     return [chat for file in files for chat in _read_shard(file, prefix)]
 
 
 def _read_shard(path: Path, prefix: Sequence[int]) -> list[Chat]:
-    try:
-        # NumPy leaves a damaged archive open.
-        if not zipfile.is_zipfile(path):
-            raise ValueError("no whole npz archive")
-        with np.load(path, allow_pickle=False) as file:
-            shard = {name: file[name] for name in file.files}
-    except (OSError, ValueError, EOFError, KeyError, zipfile.BadZipFile) as error:
-        raise Eagle3Error(f"{path}: not a token shard: {reason(error)}") from error
-    missing = {"tokens", "is_assistant", "offsets", "temperature"} - set(shard)
-    if missing:
-        raise Eagle3Error(f"{path}: not a token shard: no {', '.join(sorted(missing))}")
-    tokens, offsets = shard["tokens"].astype(np.int32), shard["offsets"]
-    sound = offsets.ndim == 1 and len(offsets) > 1 and offsets[0] == 0 and offsets[-1] == len(tokens)
-    if not sound or np.any(np.diff(offsets) <= 0) or len(shard["is_assistant"]) != len(tokens):
-        raise Eagle3Error(f"{path}: not a token shard: offsets, tokens and is_assistant do not fit")
-    if len(shard["temperature"]) != len(offsets) - 1:
-        raise Eagle3Error(f"{path}: not a token shard: temperature needs one entry a chat")
-    before = np.asarray(shard.get("prefix", ()), np.int32)
-    if not len(before):
-        before = np.asarray(prefix, np.int32)
+    shard = _read_arrays(path)
+    tokens, offsets = shard["tokens"], shard["offsets"]
+    before = shard["prefix"] if len(shard["prefix"]) else np.asarray(prefix, np.int32)
     spoken = np.zeros(len(before), bool)
     return [
         Chat(
@@ -125,6 +109,46 @@ def _read_shard(path: Path, prefix: Sequence[int]) -> list[Chat]:
         )
         for begin, end, temperature in zip(offsets[:-1], offsets[1:], shard["temperature"], strict=True)
     ]
+
+
+def count_chats(path: Path) -> int:
+    """Chats of one shard.
+
+    Raises:
+        Eagle3Error: it is not a whole shard.
+    """
+    return len(_read_arrays(path)["temperature"])
+
+
+def _read_arrays(path: Path) -> dict[str, np.ndarray]:
+    """The checked arrays of a shard, `tokens` and `prefix` as int32; an empty `prefix` where it has none."""
+    try:
+        # NumPy leaves a damaged archive open.
+        if not zipfile.is_zipfile(path):
+            raise ValueError("no whole npz archive")
+        with open(path, "rb") as raw, np.load(raw, allow_pickle=False) as file:
+            shard = {name: file[name] for name in file.files}
+    except Exception as error:  # zip, zlib, NumPy and the tokenizer of its headers each have their own
+        raise Eagle3Error(f"{path}: not a token shard: {reason(error)}") from error
+    missing = {"tokens", "is_assistant", "offsets", "temperature"} - set(shard)
+    if missing:
+        raise Eagle3Error(f"{path}: not a token shard: no {', '.join(sorted(missing))}")
+    shard.setdefault("prefix", np.zeros(0, np.int32))
+    kinds = {"tokens": "iu", "offsets": "iu", "prefix": "iu", "is_assistant": "iub", "temperature": "fiu"}
+    for name, kind in kinds.items():
+        if shard[name].ndim != 1 or shard[name].dtype.kind not in kind:
+            raise Eagle3Error(f"{path}: not a token shard: {name} is no list of numbers of its kind")
+    tokens, offsets = shard["tokens"], shard["offsets"].astype(np.int64)
+    sound = len(offsets) > 1 and offsets[0] == 0 and offsets[-1] == len(tokens)
+    if not sound or np.any(np.diff(offsets) <= 0) or len(shard["is_assistant"]) != len(tokens):
+        raise Eagle3Error(f"{path}: not a token shard: offsets, tokens and is_assistant do not fit")
+    if len(shard["temperature"]) != len(offsets) - 1:
+        raise Eagle3Error(f"{path}: not a token shard: temperature needs one entry a chat")
+    for name in ("tokens", "prefix"):
+        if shard[name].min(initial=0) < 0 or shard[name].max(initial=0) >= 2**31:
+            raise Eagle3Error(f"{path}: not a token shard: {name} holds what is no token id")
+    ids = {name: shard[name].astype(np.int32) for name in ("tokens", "prefix")}
+    return {**shard, **ids, "offsets": offsets}
 
 
 def split(chats: Sequence[Chat]) -> tuple[list[Chat], list[Chat]]:
@@ -207,9 +231,20 @@ def token_counts(chats: Sequence[Chat], vocab_size: int) -> np.ndarray:
         Eagle3Error: a token outside the vocabulary: the chats are another tokenizer's.
     """
     said = np.concatenate([np.zeros(0, np.int32), *(chat.tokens[chat.is_assistant] for chat in chats)])
-    if said.max(initial=0) >= vocab_size:
-        raise Eagle3Error(f"the chats hold token {said.max()}; the target has {vocab_size} tokens, from 0")
+    check_vocabulary(said, vocab_size)
     return np.bincount(said, minlength=vocab_size)
+
+
+def check_vocabulary(tokens: np.ndarray, vocab_size: int) -> None:
+    """Refuse tokens [...] outside the vocabulary.
+
+    Raises:
+        Eagle3Error: there is one: the chats are another tokenizer's.
+    """
+    if tokens.min(initial=0) < 0 or tokens.max(initial=0) >= vocab_size:
+        raise Eagle3Error(
+            f"the chats hold tokens from {tokens.min()} to {tokens.max()}; the target has {vocab_size} tokens, from 0"
+        )
 
 
 def coverage(chats: Sequence[Chat], target_ids: np.ndarray, vocab_size: int) -> float:

@@ -17,14 +17,14 @@ import jax.numpy as jnp
 import numpy as np
 from tqdm import tqdm
 
-from eagle3_jax.checkpoint.files import read_json, write_json_atomic
+from eagle3_jax.checkpoint.files import read_json, refusing_io, write_json_atomic
 from eagle3_jax.checkpoint.targets import Target
-from eagle3_jax.decoding.loop import generate
+from eagle3_jax.decoding.loop import ERROR, generate
 from eagle3_jax.decoding.request import GenerationConfig
 from eagle3_jax.decoding.sampling import Sampling, row_keys
 from eagle3_jax.errors import Eagle3Error
 from eagle3_jax.text import Tokenizer
-from eagle3_jax.training.data import Chat, write_shard
+from eagle3_jax.training.data import Chat, check_vocabulary, count_chats, write_shard
 
 log = logging.getLogger("eagle3_jax")
 
@@ -64,6 +64,10 @@ class DistillConfig:
                 raise Eagle3Error(f"{name} is {getattr(self, name)}; at least 1 is needed")
         if not self.temperatures:
             raise Eagle3Error("no temperature for the answers; give at least one, 0 is greedy")
+        # What the sampler refuses is refused here, before a folder is marked with it.
+        Sampling.make(1, temperature=self.user_temperature, min_p=self.min_p)
+        Sampling.make(len(self.temperatures), temperature=self.temperatures)
+        row_keys(self.seed, 1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,8 +130,11 @@ def distill(
             f"the context of {target.model.config.max_position}"
         )
     count = config.chats if user_turns is None else min(config.chats, len(user_turns))
+    for turn in user_turns or ():
+        check_vocabulary(np.asarray(turn, np.int64), target.model.config.vocab_size)
     folder = Path(out)
-    _claim(folder, target, config)
+    with refusing_io(folder):
+        _claim(folder, target, config)
     written = 0
     with tqdm(total=count, unit="chat", disable=None) as bar:
         for number, begin in enumerate(range(0, count, config.batch_size)):
@@ -136,8 +143,7 @@ def distill(
             if not path.exists():
                 given = None if user_turns is None else [list(user_turns[i]) for i in indices]
                 write_shard(path, _write_chats(target, config, frame, indices, given), frame.header)
-            with np.load(path) as shard:
-                written += len(shard["temperature"])
+            written += count_chats(path)
             bar.update(len(indices))
     log.info("%s: %d chats", folder, written)
     return written
@@ -224,5 +230,7 @@ def _continue(
         model=target.model,
         config=GenerationConfig(max_new_tokens=capacity, transforms=("min_p",)),
     )
+    if np.any(np.asarray(out.finish_reason) == ERROR):
+        raise Eagle3Error(f"{target.name}: the logits have no finite maximum; no chats can be written with it")
     tokens, lengths = np.asarray(out.tokens), np.asarray(out.lengths)
     return [row[:length].tolist() for row, length in zip(tokens, lengths, strict=True)]

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from eagle3_jax.checkpoint.drafts import Draft
-from eagle3_jax.decoding.loop import speculative_generate
+from eagle3_jax.decoding.loop import ERROR, speculative_generate
 from eagle3_jax.decoding.request import Chain, GenerationConfig
 from eagle3_jax.decoding.sampling import Sampling, row_keys
 from eagle3_jax.decoding.stats import acceptance
@@ -140,7 +140,7 @@ def evaluate_decoding(
         `acceptance` of all rounds, with what was asked for, `prompts` and `new_tokens`.
 
     Raises:
-        Eagle3Error: no prompts, or prompts that do not fit the target.
+        Eagle3Error: no prompts, prompts that do not fit the target, or logits without a finite maximum.
 
     Example:
         >>> evaluate_decoding(draft, prompts)["mean_acceptance_length"]  # doctest: +SKIP
@@ -161,8 +161,11 @@ def evaluate_decoding(
         Sampling.make(count, temperature=temperature, eos_ids=target.eos_ids),
         target_model=target.model,
         draft_model=draft.model,
-        config=GenerationConfig(max_new_tokens, Chain(chain), transforms=()),
+        # No longer than the context: the result is as wide as what is asked for.
+        config=GenerationConfig(min(max_new_tokens, target.model.config.max_position), Chain(chain), transforms=()),
     )
+    if np.any(np.asarray(out.finish_reason) == ERROR):
+        raise Eagle3Error(f"{target.name}: the logits have no finite maximum; the weights or their dtype are at fault")
     asked = {"chain": chain, "temperature": temperature, "seed": seed, "max_new_tokens": max_new_tokens}
     done = {"prompts": count, "new_tokens": int(np.sum(np.asarray(out.lengths)))}
     return {**asked, **done, **acceptance(jax.device_get(out.stats))}

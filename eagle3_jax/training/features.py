@@ -7,7 +7,7 @@ V vocabulary, Vd draft vocabulary.
 import dataclasses
 import hashlib
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,11 +19,12 @@ import numpy as np
 from flax import struct
 from jax import Array, lax
 
+from eagle3_jax.checkpoint.files import atomic_file, refusing_io
 from eagle3_jax.checkpoint.targets import Target
 from eagle3_jax.models.eagle3 import shared_weights
 from eagle3_jax.models.llama import Llama
 from eagle3_jax.quant.weight import Weight
-from eagle3_jax.training.data import PackedRows, loss_mask
+from eagle3_jax.training.data import PackedRows, check_vocabulary, loss_mask
 from eagle3_jax.training.loss import Batch, ttt_attention
 
 FLOAT16_MAX = 65504.0
@@ -121,6 +122,12 @@ class FeatureCache:
         rows: the packed rows.
         taps: hidden states to keep.
         batch_size: rows of one pass of the target.
+
+    Attributes:
+        name: of the cache's own folder; differs with the rows, the taps and the target.
+
+    Raises:
+        Eagle3Error: rows of another tokenizer, or a folder that cannot be written.
     """
 
     def __init__(
@@ -132,15 +139,22 @@ class FeatureCache:
         batch_size: int = 4,
     ) -> None:
         self.target, self.rows, self.taps, self.batch_size = target, rows, taps, batch_size
+        check_vocabulary(rows.tokens, target.model.config.vocab_size)
         self.loss_mask = loss_mask(rows)
         count, length = rows.tokens.shape
         width = target.model.config.hidden_size
-        place = Path(folder) / _fingerprint(target, rows, taps)
-        place.mkdir(parents=True, exist_ok=True)
-        self.features = _open(place / "features.f16", np.float16, (count, length, len(taps) * width))
-        self.hidden = _open(place / "hidden.f16", np.float16, (count, length, width))
-        self.argmax = _open(place / "argmax.i32", np.int32, (count, length))
-        self.done = _open(place / "done.u8", np.uint8, (count,))
+        self.name = _fingerprint(target, rows, taps)
+        place = Path(folder) / self.name
+        with refusing_io(place):
+            place.mkdir(parents=True, exist_ok=True)
+            self.features, self.hidden, self.argmax, self.done = _open(
+                {
+                    place / "features.f16": (np.float16, (count, length, len(taps) * width)),
+                    place / "hidden.f16": (np.float16, (count, length, width)),
+                    place / "argmax.i32": (np.int32, (count, length)),
+                    place / "done.u8": (np.uint8, (count,)),
+                }
+            )
 
     def __len__(self) -> int:
         return len(self.rows.tokens)
@@ -170,11 +184,21 @@ class FeatureCache:
         self.done[indices] = 1
 
 
-def _open(path: Path, dtype: type, shape: tuple[int, ...]) -> np.memmap:
-    """A memory-mapped file of zeros, or the one that is there already."""
-    size = int(np.prod(shape)) * np.dtype(dtype).itemsize
-    fresh = not path.exists() or path.stat().st_size != size
-    return np.memmap(path, dtype, "w+" if fresh else "r+", shape=shape)
+def _open(files: Mapping[Path, tuple[type, tuple[int, ...]]]) -> list[np.memmap]:
+    """Memory-mapped files of zeros, or those that are there already: all of them or none.
+
+    One alone that is new, or of another size, would be zeros that the last file calls done.
+    """
+
+    def size(dtype: type, shape: tuple[int, ...]) -> int:
+        return int(np.prod(shape)) * np.dtype(dtype).itemsize
+
+    if not all(path.exists() and path.stat().st_size == size(*about) for path, about in files.items()):
+        for path, about in files.items():
+            # Another process may have the old one mapped: it keeps that one.
+            with atomic_file(path) as file:
+                file.truncate(size(*about))
+    return [np.memmap(path, dtype, "r+", shape=shape) for path, (dtype, shape) in files.items()]
 
 
 def _fingerprint(target: Target, rows: PackedRows, taps: tuple[int, ...]) -> str:

@@ -46,8 +46,8 @@ class LossConfig:
 
     def __post_init__(self) -> None:
         """Refuse impossible values."""
-        if self.steps < 1:
-            raise Eagle3Error(f"{self.steps} training-time test steps train nothing; use at least 1")
+        if not 1 <= self.steps <= 64:
+            raise Eagle3Error(f"{self.steps} training-time test steps are impossible; use 1 to 64")
         if not 0 < self.decay <= 1:
             raise Eagle3Error(f"step decay {self.decay} must lie in (0, 1]")
         if self.objective not in OBJECTIVES:

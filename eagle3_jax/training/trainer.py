@@ -20,7 +20,7 @@ from jax import Array
 from tqdm import tqdm
 
 from eagle3_jax.checkpoint.drafts import Draft, save_draft
-from eagle3_jax.checkpoint.files import read_json, write_json_atomic
+from eagle3_jax.checkpoint.files import atomic_file, read_json, refusing_io, write_json_atomic
 from eagle3_jax.checkpoint.targets import Target
 from eagle3_jax.errors import Eagle3Error
 from eagle3_jax.models.eagle3 import Eagle3, SharedWeights, shared_weights
@@ -31,6 +31,23 @@ from eagle3_jax.training.initial import draft_config, init_draft
 from eagle3_jax.training.loss import LossConfig, Metrics, ttt_loss
 
 log = logging.getLogger("eagle3_jax")
+
+
+_RANGES = {
+    **dict.fromkeys(("steps", "row_length", "save_every", "eval_every", "eval_rows"), (1, 2**31 - 1)),
+    "batch_size": (1, 2**16),
+    "draft_vocab_size": (0, 2**31 - 1),
+    "intermediate_size": (0, 2**31 - 1),
+    "seed": (0, 2**32 - 1),
+    # RoPE's frequencies are powers of its base; the rest scales updates, which must stay finite and descend.
+    "rope_theta": (1 + 1e-6, 1e30),
+    "learning_rate": (0.0, 1e3),
+    "weight_decay": (0.0, 1e3),
+    "clip": (1e-12, 1e12),
+    "beta1": (0.0, 1 - 1e-6),
+    "beta2": (0.0, 1 - 1e-6),
+}
+"""Smallest and largest value of a setting."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,7 +69,7 @@ class TrainConfig:
         eval_rows: held-out rows of an evaluation.
 
     Raises:
-        Eagle3Error: an impossible size or an unknown optimiser.
+        Eagle3Error: a size or a rate that is impossible, or an unknown optimiser.
     """
 
     steps: int = 1000
@@ -84,9 +101,9 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         """Refuse impossible values."""
-        for name in ("steps", "batch_size", "row_length", "save_every", "eval_every", "eval_rows"):
-            if getattr(self, name) < 1:
-                raise Eagle3Error(f"{name} is {getattr(self, name)}; at least 1 is needed")
+        for name, (low, high) in _RANGES.items():
+            if not low <= getattr(self, name) <= high:
+                raise Eagle3Error(f"{name} is {getattr(self, name)}; it must lie in [{low:g}, {high:g}]")
         if self.optimizer not in ("adamw", "muon"):
             raise Eagle3Error(f"optimizer {self.optimizer!r} is not known; use adamw or muon")
         if not 0 <= self.warmup < 1:
@@ -266,7 +283,13 @@ class Trainer:
         if self.checkpoints.latest_step() is not None:
             abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, self.state)
             newest = self.checkpoints.latest_step()
-            self.state = self.checkpoints.restore(newest, args=ocp.args.StandardRestore(abstract))
+            try:
+                self.state = self.checkpoints.restore(newest, args=ocp.args.StandardRestore(abstract))
+            except Exception as error:  # whatever Orbax and what lies below it raise
+                fault = (str(error).splitlines() or [type(error).__name__])[0]
+                raise Eagle3Error(
+                    f"{self.out / 'checkpoints' / str(newest)}: damaged: {fault}; remove it to use the one before"
+                ) from error
         self._drop_later_metrics()
 
     @property
@@ -298,6 +321,10 @@ class Trainer:
         ready = time.perf_counter()
         fixed = (self.frozen, self.shared, self.head_params)
         self.state, loss, metrics, norm = train_step(self.model, self.restricted, c, self.state, *fixed, rows)
+        if not (np.isfinite(loss) and np.isfinite(norm)):
+            raise Eagle3Error(
+                f"the loss or its gradient is not finite at step {self.step}; start again with a lower learning_rate"
+            )
         means = summary(jax.device_get(metrics))
         seconds = time.perf_counter() - started
         record = {
@@ -333,13 +360,16 @@ class Trainer:
         path = self.out / "train.json"
         config = {**dataclasses.asdict(self.config), "taps": list(self.model.config.taps)}
         if path.exists():
-            theirs = read_json(path).get("config", {})
-            changed = [name for name, value in config.items() if theirs.get(name) != value]
+            theirs = read_json(path)
+            settings = theirs.get("config", {})
+            changed = [name for name, value in config.items() if settings.get(name) != value]
+            if not changed and theirs.get("data", self.rows.name) != self.rows.name:
+                changed = ["chats or target"]
             if changed or not resume:
                 fault = f"a run with other {', '.join(changed)}" if changed else "a run already"
                 raise Eagle3Error(f"{self.out} holds {fault}; name another folder")
-        about = {"target": self.target.name, "rows": len(self.rows), "coverage": self.coverage}
-        write_json_atomic(path, {**about, "config": config})
+        about = {"target": self.target.name, "rows": len(self.rows), "data": self.rows.name}
+        write_json_atomic(path, {**about, "coverage": self.coverage, "config": config})
 
     def _drop_later_metrics(self) -> None:
         """Forget the records after the checkpoint: they are about to be made again."""
@@ -347,7 +377,8 @@ class Trainer:
         if path.exists():
             lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
             kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= self.step]
-            path.write_text("".join(kept), encoding="utf-8")
+            with atomic_file(path) as file:
+                file.write("".join(kept).encode())
 
 
 def train(
@@ -368,6 +399,7 @@ def train(
     Example:
         >>> draft = train(target, read_chats("chats"), TrainConfig(steps=600), "run")  # doctest: +SKIP
     """
-    draft = Trainer(target, chats, config, out, features, resume, start).run()
+    with refusing_io(out):
+        draft = Trainer(target, chats, config, out, features, resume, start).run()
     save_draft(draft, Path(out) / "draft", dtype="float32")
     return draft

@@ -203,6 +203,19 @@ def test_paths_that_hold_no_model_are_refused(tmp_path: Path) -> None:
     refused(TIED, "dtype 'int8' is not supported; use float32", dtype="int8")
 
 
+@pytest.mark.parametrize("path", [None, 5, b"model", ["model"]])
+def test_what_is_no_path_is_refused(path: object) -> None:
+    with pytest.raises(Eagle3Error, match="no name or path of a target"):
+        load_target(path)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("layers", [66, 2**31 - 1])
+def test_more_layers_than_tensors_are_refused_at_once(layers: int, tmp_path: Path) -> None:
+    folder = edited(TARGETS / "llama_tied", tmp_path, config=put("num_hidden_layers", layers))
+    with pytest.raises(Eagle3Error, match=f"cannot be the {layers} layers"):
+        load_target(folder)
+
+
 def test_gguf_frequency_divisors_become_llama3_settings() -> None:
     # The rule as Llama 3.1 published it: low frequencies by the factor, high ones not, a ramp between.
     config = {"rope_theta": 500000.0, "head_dim": 64}

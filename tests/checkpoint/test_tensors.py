@@ -427,3 +427,18 @@ def test_what_json_cannot_say_is_refused(value: Any, tmp_path: Path) -> None:
     with pytest.raises(Eagle3Error):
         ct.write_json_atomic(tmp_path / "x.json", {"a": value})
     assert os.listdir(tmp_path) == []
+
+
+def test_a_device_or_pipe_is_never_replaced(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(Eagle3Error, match="no regular file"):
+        ct.write_json_atomic(tmp_path / "pipe", {})
+    assert (tmp_path / "pipe").is_fifo()
+
+
+def test_the_file_behind_a_link_is_written(tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "folder" / "file")
+    ct.write_json_atomic(tmp_path / "link", {"a": 1})
+    assert (tmp_path / "link").is_symlink()
+    assert json.loads((tmp_path / "folder" / "file").read_text()) == {"a": 1}

@@ -25,6 +25,7 @@ from eagle3_jax.decoding.loop import (
 from eagle3_jax.decoding.request import Chain, GenerationConfig
 from eagle3_jax.decoding.sampling import Sampling, row_keys
 from eagle3_jax.errors import Eagle3Error
+from eagle3_jax.models.eagle3 import Eagle3
 
 NEW = 20
 
@@ -216,3 +217,36 @@ def test_keys_of_another_kind_are_refused_and_a_scalar_key_is_split() -> None:
     assert np.array_equal(
         plain_tokens(given, config), plain_tokens((ids, lengths, jax.random.split(key, 2), sampling), config)
     )
+
+
+def test_double_precision_mode_changes_nothing() -> None:
+    model, params = tiny.target()
+    draft_model, draft_params = tiny.draft()
+    config = GenerationConfig(max_new_tokens=NEW, speculation=Chain(3))
+    models = {"target_model": model, "draft_model": draft_model, "config": config}
+    wishes = {"temperature": [0.0, 0.7], "top_p": 0.9, "top_k": 9, "repetition_penalty": 1.2, "logit_bias": {3: 1.0}}
+    given = inputs(2, **wishes)
+    run = jax.jit(speculative_generate, static_argnames=tuple(models))
+    expected = run(params, draft_params, *given, **models)
+    with jax.enable_x64(True):
+        given = inputs(2, **wishes)
+        wide = run(params, draft_params, *given, **models)
+    assert np.array_equal(wide.tokens, expected.tokens)
+    assert jax.tree.map(lambda x: x.dtype, wide) == jax.tree.map(lambda x: x.dtype, expected)
+
+
+def test_a_draft_of_another_target_is_refused_even_while_tracing() -> None:
+    model, params = tiny.target()
+    config = GenerationConfig(max_new_tokens=NEW, speculation=Chain(3))
+    given = inputs(2)
+    run = jax.jit(speculative_generate, static_argnames=("target_model", "draft_model", "config"))
+    for change, match in (
+        ({"target_hidden_size": 25}, "width 25"),
+        ({"vocab_size": 41}, "41 ids"),
+        ({"taps": (0, 1, 4)}, "taps"),
+    ):
+        draft_model = Eagle3(dataclasses.replace(tiny.DRAFT, **change))
+        with pytest.raises(Eagle3Error, match=match):
+            run(params, tiny.draft()[1], *given, target_model=model, draft_model=draft_model, config=config)
+    with pytest.raises(Eagle3Error, match="rounds_per_call"):
+        next(stream(params, None, *given, target_model=model, draft_model=None, config=config, rounds_per_call=0))

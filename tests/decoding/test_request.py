@@ -135,7 +135,7 @@ def integers(*rows: Any) -> jax.Array:
     ],
 )
 def test_shapes_and_dtypes_that_do_not_fit_are_refused(ids: Any, lengths: Any) -> None:
-    with pytest.raises(Eagle3Error, match="prompts"):
+    with pytest.raises(Eagle3Error, match="prompts|batch"):
         check_request(ids, lengths, Sampling.make(len(ids)), MODEL, GenerationConfig())
 
 
@@ -202,7 +202,29 @@ def test_under_jit_shapes_are_checked_and_values_cannot_be() -> None:
 
     run(IDS.at[0, 0].set(99), LENGTHS * 0, Sampling.make(2))
     assert passed == [(2, 3)]
-    with pytest.raises(Eagle3Error, match="prompts"):
+    with pytest.raises(Eagle3Error, match="prompts|batch"):
         run(IDS, LENGTHS[:1], Sampling.make(2))
     with pytest.raises(Eagle3Error, match="2 rows"):
         run(IDS, LENGTHS, Sampling.make(1))
+
+
+@pytest.mark.parametrize(
+    ("wishes", "match"),
+    [({"stop_ids": [10]}, "stop_ids"), ({"eos_ids": [10]}, "eos_ids"), ({"logit_bias": {10: 1.0}}, "bias_ids")],
+)
+def test_ids_outside_the_vocabulary_are_refused(wishes: dict, match: str) -> None:
+    ids, lengths = jnp.ones((1, 4), jnp.int32), jnp.ones((1,), jnp.int32)
+    with pytest.raises(Eagle3Error, match=match):
+        check_request(ids, lengths, Sampling.make(1, **wishes), MODEL, GenerationConfig(max_new_tokens=4))
+
+
+def test_what_is_no_request_at_all_is_refused() -> None:
+    ids, lengths, sampling = jnp.ones((1, 4), jnp.int32), jnp.ones((1,), jnp.int32), Sampling.make(1)
+    config = GenerationConfig(max_new_tokens=4)
+    for given in (([[1]], lengths, sampling, config), (ids, [1], sampling, config), (ids, lengths, None, config)):
+        with pytest.raises(Eagle3Error):
+            check_request(*given[:3], MODEL, given[3])
+    with pytest.raises(Eagle3Error, match="GenerationConfig"):
+        check_request(ids, lengths, sampling, MODEL, None)
+    with pytest.raises(Eagle3Error, match="max_new_tokens"):
+        GenerationConfig(max_new_tokens=2**31 - 1)

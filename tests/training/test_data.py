@@ -149,5 +149,45 @@ def test_vocabulary_is_the_most_frequent_answers_ascending() -> None:
 def test_vocabularies_that_do_not_fit_are_refused() -> None:
     with pytest.raises(Eagle3Error, match="11 tokens does not fit"):
         draft_vocabulary(CHATS, 11, 10)
-    with pytest.raises(Eagle3Error, match="hold token 5"):
+    with pytest.raises(Eagle3Error, match="5; the target has 5 tokens"):
         draft_vocabulary(CHATS, 2, 5)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"tokens": np.array(["a"] * 5)},
+        {"tokens": np.full(5, np.nan)},
+        {"tokens": np.full(5, -1)},
+        {"tokens": np.full(5, 2**40)},
+        {"tokens": np.int64(5)},
+        {"offsets": np.array([0.0, 2.0, 5.0])},
+        {"offsets": np.array([[0, 2, 5]])},
+        {"is_assistant": np.zeros((5, 1))},
+        {"is_assistant": np.array(["0"] * 5)},
+        {"temperature": np.array(["warm", "cold"])},
+        {"temperature": np.zeros((2, 2))},
+        {"prefix": np.ones((2, 2), int)},
+        {"prefix": np.array([-5])},
+        {"prefix": np.array(["a"])},
+    ],
+)
+def test_arrays_of_another_kind_are_no_shard(tmp_path: Path, change: dict[str, np.ndarray]) -> None:
+    sound = {"tokens": np.arange(5), "offsets": np.array([0, 2, 5]), "is_assistant": np.ones(5, bool)}
+    np.savez(tmp_path / "x.npz", **{**sound, "temperature": np.zeros(2), **change})
+    with pytest.raises(Eagle3Error, match="not a token shard"):
+        read_chats(tmp_path / "x.npz")
+
+
+def test_a_damaged_archive_is_no_shard(tmp_path: Path) -> None:
+    chat = Chat(np.arange(500, dtype=np.int32) % 7, np.ones(500, bool), 0.0)
+    write_shard(tmp_path / "x.npz", [chat] * 8)
+    whole = (tmp_path / "x.npz").read_bytes()
+    refused = 0
+    for at in range(40, len(whole), 31):
+        (tmp_path / "x.npz").write_bytes(whole[:at] + b"\xff\xff\xff" + whole[at + 3 :])
+        try:
+            read_chats(tmp_path / "x.npz")
+        except Eagle3Error:
+            refused += 1
+    assert refused > 10

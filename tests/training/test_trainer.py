@@ -119,6 +119,8 @@ def test_another_run_in_the_folder_is_refused(tmp_path: Path, features: Path) ->
     trainer(tmp_path, features)
     with pytest.raises(Eagle3Error, match="other seed"):
         trainer(tmp_path, features, dataclasses.replace(CONFIG, seed=1))
+    with pytest.raises(Eagle3Error, match="other chats or target"):
+        Trainer(selfchats.target(), FEW[:20], CONFIG, tmp_path, features)
     with pytest.raises(Eagle3Error, match="a run already"):
         trainer(tmp_path, features, resume=False)
 
