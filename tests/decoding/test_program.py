@@ -98,7 +98,6 @@ def test_values_and_weights_do_not_retrace_but_another_shape_does() -> None:
     run = jax.jit(speculative_generate, static_argnames=("target_model", "draft_model", "config"))
     models = {"target_model": tiny.target()[0], "draft_model": tiny.draft()[0], "config": CONFIG}
     values = [
-        {},
         {"temperature": [0.0, 0.7], "top_k": 3, "top_p": 0.5, "min_p": 0.1},
         {
             "repetition_penalty": 1.2,
@@ -108,20 +107,23 @@ def test_values_and_weights_do_not_retrace_but_another_shape_does() -> None:
             "ignore_eos": True,
         },
     ]
+    run(*arguments(), **models)
+    traced = run._cache_size()
     for wishes in values:
         run(*arguments(**wishes), **models)
     params, draft_params, *rest = arguments()
     doubled = jax.tree.map(lambda x: x * 2, params)
     run(doubled, draft_params, *rest, **models)
-    assert run._cache_size() == 1
+    assert run._cache_size() == traced
     run(*arguments(batch=3), **models)
-    assert run._cache_size() == 2
+    assert run._cache_size() == traced + 1
 
 
 def test_the_streaming_programs_do_not_retrace_either() -> None:
     setup = Setup(tiny.target()[0], Eagle3Drafter(tiny.draft()[0]), CONFIG)
-    before = jitted_prefill._cache_size()
+    sizes = []
     for wishes in ({}, {"temperature": 1.0, "top_p": 0.3}):
         params, draft_params, ids, lengths, keys, sampling = arguments(**wishes)
         jitted_prefill(setup, (params, draft_params), ids, lengths, keys, sampling)
-    assert jitted_prefill._cache_size() == before + 1
+        sizes.append(jitted_prefill._cache_size())
+    assert sizes[0] == sizes[1] > 0

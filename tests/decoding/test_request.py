@@ -135,7 +135,7 @@ def integers(*rows: Any) -> jax.Array:
     ],
 )
 def test_shapes_and_dtypes_that_do_not_fit_are_refused(ids: Any, lengths: Any) -> None:
-    with pytest.raises(Eagle3Error, match="prompts|batch"):
+    with pytest.raises(Eagle3Error, match=r"prompts|batch"):
         check_request(ids, lengths, Sampling.make(len(ids)), MODEL, GenerationConfig())
 
 
@@ -202,7 +202,7 @@ def test_under_jit_shapes_are_checked_and_values_cannot_be() -> None:
 
     run(IDS.at[0, 0].set(99), LENGTHS * 0, Sampling.make(2))
     assert passed == [(2, 3)]
-    with pytest.raises(Eagle3Error, match="prompts|batch"):
+    with pytest.raises(Eagle3Error, match=r"prompts|batch"):
         run(IDS, LENGTHS[:1], Sampling.make(2))
     with pytest.raises(Eagle3Error, match="2 rows"):
         run(IDS, LENGTHS, Sampling.make(1))
