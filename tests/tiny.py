@@ -51,15 +51,20 @@ def target(seed: int = 0, max_position: int = 128) -> tuple[Llama, Any]:
 
 @cache
 def draft(config: Eagle3Config = DRAFT, seed: int = 1) -> tuple[Eagle3, Any]:
-    """A random draft of the tiny target, over the odd-numbered part of the vocabulary's end."""
+    """A random draft of the tiny target, over a random part of its vocabulary."""
     model, shared = Eagle3(config), shared_weights(target()[1])
     features = jnp.zeros((1, 2, len(config.taps) * config.target_hidden_size))
     init = jax.jit(
         lambda key: model.init(key, features, jnp.zeros((1, 2), jnp.int32), shared, method="describe")["params"]
     )
-    params = init(jax.random.key(seed))
+    # Norms start at one, which would hide a norm left out or applied twice.
+    rng = np.random.default_rng(seed)
+    params = jax.tree.map(
+        lambda x: x * rng.uniform(0.5, 1.5, x.shape).astype(np.float32) if x.ndim == 1 and x.dtype != jnp.int32 else x,
+        init(jax.random.key(seed)),
+    )
     if "target_ids" in params:
-        chosen = np.sort(np.random.default_rng(seed).permutation(config.vocab_size)[: config.draft_vocab_size])
+        chosen = np.sort(rng.permutation(config.vocab_size)[: config.draft_vocab_size])
         params = {**params, "target_ids": jnp.asarray(chosen, jnp.int32)}
     return model, params
 

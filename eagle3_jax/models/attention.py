@@ -29,7 +29,7 @@ def causal_attention(q: Array, k: Array, v: Array, cache: None) -> tuple[Array, 
     """Plain causal attention over the T tokens themselves, without a cache."""
     length = q.shape[1]
     visible = jnp.tril(jnp.ones((length, length), bool))
-    _, total, mixed = _attend_chunk(_grouped(q, k), k, v, visible[None])
+    _, total, mixed = _attend_chunk(_grouped(q, k), *_contained(k, v), visible[None])
     return _finish(total, mixed, q), cache
 
 
@@ -59,11 +59,21 @@ def paged_attention(step: Step, chunk_size: int = CHUNK_SIZE) -> Attend:
             part = _attend_chunk(queries, tokens[:, :, :heads], tokens[:, :, heads:], seen[:, None, :])
             return chunk + 1, _merge(state, part)
 
-        state = _attend_chunk(queries, k, v, step.visible[None])
+        state = _attend_chunk(queries, *_contained(k, v), step.visible[None])
         _, (_, total, mixed) = lax.while_loop(lambda carry: carry[0] < chunks, body, (jnp.int32(0), state))
         return _finish(total, mixed, q), pool
 
     return attend
+
+
+def _contained(k: Array, v: Array) -> tuple[Array, Array]:
+    """Keys and values [B, T, N/G, D] in which a value that is not finite spoils only the queries that see it.
+
+    A weight of zero does not silence a NaN among the values; a masked score silences one among the keys. So a
+    rejected draft or padding cannot reach the tokens before it.
+    """
+    spoilt = ~jnp.isfinite(jnp.sum(v, axis=-1, keepdims=True))
+    return jnp.where(spoilt, jnp.nan, k), jnp.where(spoilt, 0, v)
 
 
 def _grouped(q: Array, k: Array) -> Array:

@@ -11,7 +11,7 @@ import pytest
 import tiny
 from jax import Array
 
-from eagle3_jax.decoding.drafters import Eagle3Drafter, Pick, Verified
+from eagle3_jax.decoding.drafters import Eagle3Drafter, Oracle, Pick, Verified
 from eagle3_jax.decoding.loop import (
     ERROR,
     RUNNING,
@@ -113,6 +113,34 @@ def test_the_draft_cache_holds_true_features_after_any_acceptance(changes: dict)
     assert proposals_are_those_of_a_fresh_computation(tiny.Steered, **changes)
 
 
+class PadsWithNaN(tiny.Steered):
+    """Finds NaN in the padding after the verified rows, as a stale buffer may hold."""
+
+    def own(self, params: Any, cache: Array, rows: Verified, length: int, pick: Pick, block_size: int) -> Any:
+        real = jnp.arange(rows.next_ids.shape[1])[:, None] < rows.count[:, None, None]
+        rows = dataclasses.replace(rows, features=jnp.where(real, rows.features, jnp.nan))
+        return super().own(params, cache, rows, length, pick, block_size)
+
+
+def test_what_lies_in_the_padding_is_never_seen() -> None:
+    assert proposals_are_those_of_a_fresh_computation(PadsWithNaN)
+
+
+class NormalisesTwice(tiny.Steered):
+    """Feeds back norm(norm(y)) where EAGLE-3.1 feeds back norm(y)."""
+
+    def own(self, params: Any, cache: Array, rows: Verified, length: int, pick: Pick, block_size: int) -> Any:
+        class Twice(type(self.model)):
+            def feedback(self, y: Array) -> Array:
+                return self.final_norm(self.final_norm(y))
+
+        return tiny.Steered(Twice(self.model.config)).own(params, cache, rows, length, pick, block_size)
+
+
+def test_a_feedback_normalised_twice_is_seen() -> None:
+    assert not proposals_are_those_of_a_fresh_computation(NormalisesTwice, norm_output=True)
+
+
 class ForgetsToOverwrite(tiny.Steered):
     """Extends with the newest row only: older rows keep keys made from the draft's own features."""
 
@@ -186,6 +214,23 @@ def test_logits_without_a_maximum_end_their_row_as_an_error_and_no_other() -> No
     end = clean[0].tolist().index(poison) + 1
     assert out.finish_reason.tolist() == [ERROR, 2, 2] and int(out.lengths[0]) == end
     assert np.array_equal(out.tokens[0, :end], clean[0, :end]) and np.array_equal(out.tokens[1:], clean[1:])
+
+
+def test_a_rejected_draft_that_spoils_its_own_row_spoils_no_token_before_it() -> None:
+    model, params = tiny.target()
+    ids, lengths, keys, sampling = inputs(3, temperature=1.0)
+    config = GenerationConfig(max_new_tokens=NEW, speculation=Chain(3))
+    clean = plain_tokens((ids, lengths, keys, sampling), config)
+    unused = int(np.setdiff1d(np.arange(tiny.VOCAB), np.concatenate([clean.ravel(), np.asarray(ids).ravel()]))[0])
+    spoilt = params["embed"]["weight"].value.at[:, unused].set(jnp.nan)
+    params = {**params, "embed": {"weight": dataclasses.replace(params["embed"]["weight"], value=spoilt)}}
+    rows = tiny.whole_rows(ids, lengths, clean)
+    rows = np.where(np.random.default_rng(0).random(rows.shape) < 0.3, unused, rows)
+    models = {"target_model": model, "draft_model": Oracle(), "config": config}
+    run = jax.jit(speculative_generate, static_argnames=tuple(models))
+    out = run(params, jnp.asarray(rows), ids, lengths, keys, sampling, **models)
+    assert np.array_equal(out.tokens, clean) and out.finish_reason.tolist() == [2, 2, 2]
+    assert np.all(np.asarray(out.stats.accepted) > 0)
 
 
 def test_log_probabilities_are_those_of_the_untransformed_logits() -> None:

@@ -159,7 +159,8 @@ def test_a_stop_at_any_place_of_a_run_cuts_there(kind: str) -> None:
 def test_a_row_ends_at_its_own_limit_and_at_the_context_end() -> None:
     sampling = Sampling.make(8, temperature=0.7, max_tokens=[1, 2, 3, 4, 5, 20, 20, 20])
     ids, _ = tiny.prompts(8, width=40, seed=8)
-    lengths = jnp.asarray([5, 9, 13, 2, 40, 40, 38, 47 - 20], jnp.int32)
+    ids = jnp.concatenate([ids, ids[:, :7]], axis=1)
+    lengths = jnp.asarray([5, 9, 13, 2, 47, 40, 38, 27], jnp.int32)
     keys = row_keys(8, 8)
     draft_model, draft_params = tiny.draft()
     wide, params = tiny.target()
@@ -170,7 +171,7 @@ def test_a_row_ends_at_its_own_limit_and_at_the_context_end() -> None:
         config = GenerationConfig(max_new_tokens=NEW, speculation=Chain(length), block_size=16)
         models = {"target_model": narrow, "draft_model": draft_model, "config": config}
         got = draft_run(params, draft_params, ids, lengths, keys, sampling, **models)
-        assert got.lengths.tolist() == [1, 2, 3, 4, 5, 8, 10, 20]
+        assert got.lengths.tolist() == [1, 2, 3, 4, 1, 8, 10, 20]
         assert np.all(np.asarray(got.finish_reason) == LENGTH)
         for b, n in enumerate(got.lengths.tolist()):
             assert np.array_equal(got.tokens[b, :n], free.tokens[b, :n])
