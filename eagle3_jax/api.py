@@ -21,6 +21,7 @@ from eagle3_jax.decoding.drafters import Eagle3Drafter, Verified
 from eagle3_jax.errors import Eagle3Error
 from eagle3_jax.models.attention import causal_attention
 from eagle3_jax.models.eagle3 import Eagle3, shared_weights
+from eagle3_jax.models.layers import apply
 from eagle3_jax.models.llama import Llama
 from eagle3_jax.text import Message
 
@@ -154,8 +155,8 @@ def score(target: Target, ids: Array | np.ndarray, lengths: Array | np.ndarray |
 def _score(model: Llama, params: Any, ids: Array, lengths: Array) -> Score:
     layers, (batch, width) = model.config.num_layers, ids.shape
     taps = tuple(range(layers + 1))
-    out: Any = model.apply({"params": params}, ids, _positions(ids), causal_attention, (None,) * layers, taps)
-    logits: Any = model.apply({"params": params}, out.hidden, method="logits")
+    out = apply(model, params, ids, _positions(ids), causal_attention, (None,) * layers, taps)
+    logits = apply(model, params, out.hidden, method="logits")
     hidden = out.features.reshape(batch, width, layers + 1, -1).transpose(2, 0, 1, 3)
     real = (jnp.arange(width, dtype=jnp.int32) < lengths[:, None])[..., None]
     return Score(jnp.where(real, logits, 0), jnp.where(real, hidden, 0))
@@ -184,10 +185,10 @@ def score_draft(draft: Draft, features: Array | np.ndarray, token_ids: Array | n
 
 @partial(jax.jit, static_argnums=0)
 def _score_draft(model: Eagle3, params: Any, target_params: Any, features: Array, token_ids: Array) -> Array:
-    draft, shared = {"params": params}, shared_weights(target_params)
-    g: Any = model.apply(draft, features, method="fuse")
-    out: Any = model.apply(draft, g, token_ids, _positions(token_ids), causal_attention, None, shared)
-    return model.apply(draft, out[0], shared, method="logits")  # pyright: ignore[reportReturnType]
+    shared = shared_weights(target_params)
+    g = apply(model, params, features, method="fuse")
+    y, _ = apply(model, params, g, token_ids, _positions(token_ids), causal_attention, None, shared)
+    return apply(model, params, y, shared, method="logits")
 
 
 def propose(draft: Draft, features: Array | np.ndarray, token_ids: Array | np.ndarray, n: int) -> tuple[Array, Array]:

@@ -20,6 +20,7 @@ from jax import Array, lax
 from eagle3_jax.errors import Eagle3Error
 from eagle3_jax.models.attention import MASKED, Attend
 from eagle3_jax.models.eagle3 import Eagle3, SharedWeights
+from eagle3_jax.models.layers import apply
 
 OBJECTIVES = ("cross_entropy", "kl")
 
@@ -148,16 +149,15 @@ def ttt_outputs(model: Eagle3, params: Any, shared: SharedWeights, batch: Batch,
 
     Rows t >= T - j of step j have no token left; they are fed token 0 and mean nothing.
     """
-    variables = {"params": params}
     attend, cache = ttt_attention(batch.segment_ids), ()
     positions = jnp.broadcast_to(jnp.arange(batch.token_ids.shape[1], dtype=jnp.int32), batch.token_ids.shape)
-    g = model.apply(variables, batch.features, method="fuse")
+    g = apply(model, params, batch.features, method="fuse")
     outputs = []
     for j in range(steps):
         token_ids = shift_left(batch.token_ids, j)
-        y, cache = model.apply(variables, g, token_ids, positions + j, attend, cache, shared)
+        y, cache = apply(model, params, g, token_ids, positions + j, attend, cache, shared)
         outputs.append(y)
-        g = model.apply(variables, y, method="feedback")
+        g = apply(model, params, y, method="feedback")
     return outputs
 
 
@@ -185,7 +185,7 @@ def ttt_loss(
     chain = jnp.ones_like(batch.loss_mask)
     total, sums = jnp.float32(0), []
     for j, y in enumerate(ttt_outputs(model, params, shared, batch, config.steps)):
-        logits: Any = model.apply({"params": params}, y, shared, method="logits")
+        logits = apply(model, params, y, shared, method="logits")
         same_text = batch.segment_ids == shift_left(batch.segment_ids, j, fill=-1)
         weight = (shift_left(learned, j) & same_text).astype(jnp.float32)
         counted = shift_left(batch.loss_mask, j) & same_text
