@@ -35,6 +35,7 @@ from eagle3_jax.decoding.loop import (
     jitted_prefill,
     run_rounds,
     speculative_generate,
+    target_pass,
 )
 from eagle3_jax.decoding.request import Chain, GenerationConfig, parse_speculation
 from eagle3_jax.decoding.sampling import TRANSFORMS, Sampling, row_keys, used_transforms
@@ -42,6 +43,7 @@ from eagle3_jax.decoding.stats import acceptance
 from eagle3_jax.errors import Eagle3Error
 from eagle3_jax.models.attention import paged_attention
 from eagle3_jax.models.eagle3 import shared_weights
+from eagle3_jax.models.layers import apply
 from eagle3_jax.quant.weight import weight_bytes
 
 VERIFY_ROWS = (2, 3, 5, 6, 9)
@@ -213,17 +215,12 @@ def _prefilled(
 @partial(jax.jit, static_argnums=(0, 1))
 def _verify_passes(setup: Setup, rows: int, params: Params, state: State, iterations: Array) -> Array:
     """`iterations` target passes of `rows` tokens after the context, head included."""
-    model: Any = setup.target
-    block_size = setup.config.block_size
     count = jnp.full_like(state.length, rows)
 
     def body(_: Array, carry: tuple) -> tuple:
         ids, pools = carry
-        step = chain_step(state.table, state.length, count, rows, block_size, pools[0].shape[0])
-        attend = paged_attention(step)
-        out = model.apply({"params": params[0]}, ids, step.positions, attend, pools, setup.drafter.taps)
-        logits = model.apply({"params": params[0]}, out.hidden, method="logits")
-        return _next_ids(logits), out.caches
+        hidden, _, pools = target_pass(setup, params[0], ids, state.length, count, state.table, pools)
+        return _next_ids(apply(setup.target, params[0], hidden, method="logits")), pools
 
     start = jnp.zeros((1, rows), jnp.int32)
     return lax.fori_loop(0, iterations, body, (start, state.pools))[0]
@@ -256,15 +253,14 @@ def _draft_chains(setup: Setup, params: Params, state: State, iterations: Array)
 @partial(jax.jit, static_argnums=(0, 1))
 def _draft_steps(setup: Setup, model: Any, params: Params, state: State, iterations: Array) -> Array:
     """`iterations` draft passes of one token, head included."""
-    draft, shared = {"params": params[1]}, shared_weights(params[0])
-    block_size = setup.config.block_size
+    shared, block_size = shared_weights(params[0]), setup.config.block_size
 
     def body(_: Array, carry: tuple) -> tuple:
         ids, y, cache = carry
         step = chain_step(state.table, state.length, jnp.ones_like(state.length), 1, block_size, cache.shape[0])
-        g = model.apply(draft, y, method="feedback")
-        y, cache = model.apply(draft, g, ids, step.positions, paged_attention(step), cache, shared)
-        return _next_ids(model.apply(draft, y, shared, method="logits")), y, cache
+        g = apply(model, params[1], y, method="feedback")
+        y, cache = apply(model, params[1], g, ids, step.positions, paged_attention(step), cache, shared)
+        return _next_ids(apply(model, params[1], y, shared, method="logits")), y, cache
 
     y = jnp.zeros((1, 1, model.config.hidden_size), model.config.dtype)
     return lax.fori_loop(0, iterations, body, (jnp.zeros((1, 1), jnp.int32), y, state.draft_cache))[0]

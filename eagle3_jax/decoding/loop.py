@@ -140,7 +140,7 @@ def decode_round(setup: Setup, params: Params, sampling: Sampling, state: State)
     with jax.named_scope("verify"):
         fed = jnp.concatenate([state.last[:, None], proposed], axis=1)
         count = jnp.where(state.finish == RUNNING, drafts + 1, 0)
-        hidden, features, pools = _forward(setup, params[0], fed, state.length, count, state.table, state.pools)
+        hidden, features, pools = target_pass(setup, params[0], fed, state.length, count, state.table, state.pools)
         logits = apply(setup.target, params[0], hidden, method="logits")
         drawn, sound = _draw(setup, sampling, state, logits, proposed, noise)
     with jax.named_scope("accept"):
@@ -170,7 +170,7 @@ def _pick(
     return ids if target_ids is None else target_ids[ids]
 
 
-def _forward(
+def target_pass(
     setup: Setup, params: Any, token_ids: Array, start: Array, count: Array, table: Array, pools: tuple
 ) -> tuple[Array, Array, tuple]:
     """The target over [B, T] new tokens: (hidden [B, T, H], features [B, T, F], pools)."""
@@ -274,7 +274,7 @@ def prefill(setup: Setup, params: Params, token_ids: Array, lengths: Array, keys
         fed = lax.dynamic_slice_in_dim(ids, i * chunk, chunk, axis=1)
         following = lax.dynamic_slice_in_dim(ids, i * chunk + 1, chunk, axis=1)
         count = jnp.clip(lengths - begin, 0, chunk)
-        hiddens, features, pools = _forward(setup, params[0], fed, begin, count, state.table, pools)
+        hiddens, features, pools = target_pass(setup, params[0], fed, begin, count, state.table, pools)
         # The last prompt token's successor is not drawn yet: its row stays pending for the first round.
         known = jnp.clip(lengths - 1 - begin, 0, chunk)
         rows = Verified(features, following, begin, known, state.table)
@@ -342,7 +342,7 @@ def _initial_state(setup: Setup, token_ids: Array, lengths: Array, keys: Array, 
         limit=limit,
         keys=keys,
         table=table,
-        pools=make_pools(model.num_layers, slots, 2 * model.num_kv_heads, model.head_dim, model.dtype),
+        pools=make_pools(model.num_layers, slots, *model.cache_row, model.dtype),
         draft_cache=setup.drafter.make_cache(slots),
         pending=pending,
         history=history,
