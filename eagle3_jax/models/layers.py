@@ -76,7 +76,12 @@ class VocabularyMatrix(nn.Module):
 
 
 class Attention(nn.Module):
-    """Grouped-query attention with rotary embedding; the mixing itself is the caller's `attend`."""
+    """Grouped-query attention with rotary embedding; the mixing itself is the caller's `attend`.
+
+    Attributes:
+        qk_norm_eps: epsilon of an RMSNorm over each head of queries and keys, before they are rotated (Qwen3);
+            None is no such norm.
+    """
 
     hidden_size: int
     num_heads: int
@@ -85,6 +90,7 @@ class Attention(nn.Module):
     formats: WeightFormats
     input_bias: bool = False
     output_bias: bool = False
+    qk_norm_eps: float | None = None
 
     @nn.compact
     def __call__(self, x: Array, angles: tuple[Array, Array], attend: Attend, cache: Any) -> tuple[Array, Any]:
@@ -95,7 +101,11 @@ class Attention(nn.Module):
             linear = Linear(heads * self.head_dim, self.formats, axes, self.input_bias, name=name)
             return linear(x).reshape(*x.shape[:-1], heads, self.head_dim)
 
-        q, k = rotate(project("q", self.num_heads), angles), rotate(project("k", self.num_kv_heads), angles)
+        q, k = project("q", self.num_heads), project("k", self.num_kv_heads)
+        if self.qk_norm_eps is not None:
+            q = RMSNorm(self.qk_norm_eps, self.formats, name="q_norm")(q)
+            k = RMSNorm(self.qk_norm_eps, self.formats, name="k_norm")(k)
+        q, k = rotate(q, angles), rotate(k, angles)
         mixed, cache = attend(q, k, project("v", self.num_kv_heads), cache)
         out = Linear(self.hidden_size, self.formats, ("heads", "embed"), self.output_bias, name="o")
         return out(mixed), cache
