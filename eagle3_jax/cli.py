@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+from eagle3_jax.checkpoint.files import user_cache
 from eagle3_jax.commands import bench, distill, evaluate, generate, score, train, verify
 from eagle3_jax.commands.options import output_folder
 from eagle3_jax.errors import Eagle3Error
@@ -176,16 +177,16 @@ def _start_jax(args: argparse.Namespace) -> None:
     if args.no_compilation_cache:
         jax.config.update("jax_enable_compilation_cache", False)
     elif args.compilation_cache is not None or "JAX_COMPILATION_CACHE_DIR" not in os.environ:
-        base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-        folder = Path(f"{base}/eagle3_jax/xla" if args.compilation_cache is None else args.compilation_cache)
+        given = args.compilation_cache
+        folder = Path("~/.cache/eagle3_jax/xla" if given is None else given)
         try:
-            folder = folder.expanduser()
+            folder = user_cache() / "xla" if given is None else folder.expanduser()
             folder.mkdir(parents=True, exist_ok=True)
             if not os.access(folder, os.W_OK | os.X_OK):
                 raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
         except (OSError, RuntimeError) as error:  # RuntimeError: nobody knows the home folder
             fault = f"compilation cache {folder}: {getattr(error, 'strerror', None) or error}"
-            if args.compilation_cache is not None:
+            if given is not None:
                 raise Eagle3Error(f"{fault}; give a folder that can be written") from error
             logging.getLogger(__name__).warning("%s: compiling without it", fault)
         else:

