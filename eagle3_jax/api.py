@@ -186,8 +186,9 @@ def score_draft(draft: Draft, features: Array | np.ndarray, token_ids: Array | n
 @partial(jax.jit, static_argnums=0)
 def _score_draft(model: Eagle3, params: Any, target_params: Any, features: Array, token_ids: Array) -> Array:
     shared = shared_weights(target_params)
-    g = apply(model, params, features, method="fuse")
-    y, _ = apply(model, params, g, token_ids, _positions(token_ids), causal_attention, None, shared)
+    g = apply(model, params, features, shared, method="fuse")
+    caches = (None,) * model.config.num_layers
+    y, _ = apply(model, params, g, token_ids, _positions(token_ids), causal_attention, caches, shared)
     return apply(model, params, y, shared, method="logits")
 
 

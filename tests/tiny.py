@@ -98,18 +98,18 @@ class Steered(Eagle3Drafter):
     Draft params are (EAGLE-3 params, int32 [B, L] rows), so any acceptance can be forced.
     """
 
-    def extend(self, params: tuple[Any, Any], cache: Array, rows: Verified, block_size: int) -> Array:
+    def extend(self, params: tuple[Any, Any], cache: tuple, rows: Verified, block_size: int) -> tuple:
         return super().extend((params[0][0], params[1]), cache, rows, block_size)
 
     def propose(
-        self, params: tuple[Any, Any], cache: Array, rows: Verified, length: int, pick: Pick, block_size: int
+        self, params: tuple[Any, Any], cache: tuple, rows: Verified, length: int, pick: Pick, block_size: int
     ) -> tuple[Array, Array]:
         _, cache = self.own(params, cache, rows, length, pick, block_size)
         index = (rows.start + rows.count)[:, None] + 1 + jnp.arange(length, dtype=jnp.int32)
         return jnp.take_along_axis(params[0][1], index, axis=1, mode="fill", fill_value=0), cache
 
     def own(
-        self, params: tuple[Any, Any], cache: Array, rows: Verified, length: int, pick: Pick, block_size: int
+        self, params: tuple[Any, Any], cache: tuple, rows: Verified, length: int, pick: Pick, block_size: int
     ) -> tuple[Array, Array]:
         """What EAGLE-3 itself proposes here."""
         return super().propose((params[0][0], params[1]), cache, rows, length, pick, block_size)
@@ -128,7 +128,7 @@ def naive_chain(drafted: tuple[Eagle3, Any], row: np.ndarray, n: int, length: in
     model, params = drafted
     features, _ = _whole_pass(model.config.taps, row)
     g = np.zeros((1, WIDTH, model.config.hidden_size), np.float32)
-    g[:, :n] = np.asarray(apply(model, params, features, method="fuse"))[:, :n]
+    g[:, :n] = np.asarray(apply(model, params, features, shared_weights(target()[1]), method="fuse"))[:, :n]
     ids = np.asarray(params.get("target_ids", np.arange(model.config.vocab_size)))
     tokens = np.zeros((1, WIDTH), np.int32)
     tokens[0, :n] = row[1 : n + 1]
@@ -165,5 +165,7 @@ def _target_pass(taps: tuple[int, ...], params: Any, ids: Array) -> tuple[Array,
 @partial(jax.jit, static_argnums=0)
 def _draft_pass(model: Eagle3, params: Any, g: Array, tokens: Array) -> tuple[Array, Array]:
     shared = shared_weights(target()[1])
-    y, _ = apply(model, params, g, tokens, _positions(tokens), causal_attention, None, shared)
+    y, _ = apply(
+        model, params, g, tokens, _positions(tokens), causal_attention, (None,) * model.config.num_layers, shared
+    )
     return apply(model, params, y, method="feedback"), apply(model, params, y, shared, method="logits")

@@ -14,9 +14,14 @@ class Eagle3Config:
         hidden_size: width H of the draft's own layer; `target_hidden_size` is Ht, the width of one tap.
         vocab_size: the target's vocabulary V; `draft_vocab_size` is Vd <= V, the rows of the draft's head.
         taps: indices k of the target's hidden states hs[k] (residual stream after k layers), low to high.
+        num_layers: decoder layers; those after the first are plain ones of width H.
+        fuses: `fc` joins the taps; without it the feature is the target's final norm (epsilon
+            `target_norm_eps`) of its last hidden state, the only tap.
         norm_before_residual: the residual is hidden_norm(g) instead of g.
+        norm_before_fc: one RMSNorm over the joined taps before `fc`.
         fc_norm: EAGLE-3.1: RMSNorm on each tap before `fc`.
         norm_output: EAGLE-3.1: feed norm(y) to the next draft step instead of y.
+        qk_norm: RMSNorm over each head of queries and keys, as in Qwen3.
         fc_bias, attention_bias, mlp_bias: biases present in the checkpoint.
         shares_embedding, shares_head: read the target's weight instead of an own one.
         rope, rms_norm_eps, dtype, weights, the sizes: as in `LlamaConfig`.
@@ -31,11 +36,16 @@ class Eagle3Config:
     num_kv_heads: int
     head_dim: int
     taps: tuple[int, ...]
+    num_layers: int = 1
     rms_norm_eps: float = 1e-5
+    target_norm_eps: float = 1e-5
     rope: RopeConfig = RopeConfig()
+    fuses: bool = True
     norm_before_residual: bool = False
+    norm_before_fc: bool = False
     fc_norm: bool = False
     norm_output: bool = False
+    qk_norm: bool = False
     fc_bias: bool = False
     attention_bias: bool = False
     mlp_bias: bool = False
@@ -43,3 +53,8 @@ class Eagle3Config:
     shares_head: bool = False
     dtype: str = "float32"
     weights: WeightFormats = WeightFormats()
+
+    @property
+    def cache_row(self) -> tuple[int, int]:
+        """What the draft's cache keeps of a token: rows (keys, then values) and their width."""
+        return 2 * self.num_kv_heads, self.head_dim

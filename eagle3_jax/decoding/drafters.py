@@ -120,25 +120,25 @@ class Eagle3Drafter:
         """The draft's taps."""
         return self.model.config.taps
 
-    def make_cache(self, slots: int) -> Array:
-        """One pool [S, 2 * kv heads, head width]."""
+    def make_cache(self, slots: int) -> tuple[Array, ...]:
+        """One pool [S, R, D] of cache rows for each layer of the draft."""
         c = self.model.config
-        return make_pools(1, slots, 2 * c.num_kv_heads, c.head_dim, c.dtype)[0]
+        return make_pools(c.num_layers, slots, *c.cache_row, c.dtype)
 
-    def extend(self, params: tuple[Any, Any], cache: Array, rows: Verified, block_size: int) -> Array:
+    def extend(self, params: tuple[Any, Any], cache: tuple, rows: Verified, block_size: int) -> tuple:
         """Write the verified rows' keys and values from true features."""
         return self._extend(params, cache, rows, block_size)[1]
 
-    def _extend(self, params: tuple[Any, Any], cache: Array, rows: Verified, block_size: int) -> tuple[Array, Array]:
-        g = apply(self.model, params[0], rows.features, method="fuse")
-        length = rows.next_ids.shape[1]
-        step = chain_step(rows.table, rows.start, rows.count, length, block_size, cache.shape[0])
+    def _extend(self, params: tuple[Any, Any], cache: tuple, rows: Verified, block_size: int) -> tuple[Array, tuple]:
         shared = shared_weights(params[1])
+        g = apply(self.model, params[0], rows.features, shared, method="fuse")
+        length = rows.next_ids.shape[1]
+        step = chain_step(rows.table, rows.start, rows.count, length, block_size, cache[0].shape[0])
         return apply(self.model, params[0], g, rows.next_ids, step.positions, paged_attention(step), cache, shared)
 
     def propose(
-        self, params: tuple[Any, Any], cache: Array, rows: Verified, length: int, pick: Pick, block_size: int
-    ) -> tuple[Array, Array]:
+        self, params: tuple[Any, Any], cache: tuple, rows: Verified, length: int, pick: Pick, block_size: int
+    ) -> tuple[Array, tuple]:
         """Extend, then draft a chain.
 
         The extend pass overwrites, with true features, the keys and values that the last round's drafting
@@ -154,7 +154,7 @@ class Eagle3Drafter:
             if j > 0:
                 g = apply(self.model, params[0], y, method="feedback")
                 one = jnp.ones_like(end)
-                step = chain_step(rows.table, end + j - 1, one, 1, block_size, cache.shape[0])
+                step = chain_step(rows.table, end + j - 1, one, 1, block_size, cache[0].shape[0])
                 attend = paged_attention(step)
                 y, cache = apply(self.model, params[0], g, drafts[-1][:, None], step.positions, attend, cache, shared)
             logits = apply(self.model, params[0], y[:, 0], shared, method="logits")

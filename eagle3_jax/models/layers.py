@@ -44,8 +44,15 @@ class Linear(nn.Module):
         return y
 
 
+def rms_norm(x: Array, weight: Array, epsilon: float) -> Array:
+    """Root mean square norm (arXiv 1910.07467), computed in float32: [..., H] -> [..., H], in x's dtype."""
+    wide = x.astype(jnp.float32)
+    normed = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + epsilon)
+    return (normed * weight.astype(jnp.float32)).astype(x.dtype)
+
+
 class RMSNorm(nn.Module):
-    """Root mean square norm (arXiv 1910.07467), computed in float32."""
+    """`rms_norm` with its weight."""
 
     epsilon: float
     formats: WeightFormats
@@ -54,10 +61,7 @@ class RMSNorm(nn.Module):
     def __call__(self, x: Array) -> Array:
         """[..., H] -> [..., H], in x's dtype."""
         spec = self.formats.spec("/".join((*self.path, "weight")), (x.shape[-1],), ("embed",), fill=1.0)
-        weight = self.param("weight", spec.init).value.astype(jnp.float32)
-        wide = x.astype(jnp.float32)
-        normed = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.epsilon)
-        return (normed * weight).astype(x.dtype)
+        return rms_norm(x, self.param("weight", spec.init).value, self.epsilon)
 
 
 class VocabularyMatrix(nn.Module):
