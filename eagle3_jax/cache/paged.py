@@ -5,8 +5,8 @@ position `pos` lives in slot `table[row, pos // block_size] * block_size + pos %
 size that divides the block size is a reshape of the same storage, so target and draft pools with different
 page sizes share one table and one allocator.
 
-Dimension letters: B rows, T new tokens, M blocks of a row, S slots, R cache rows per token (keys and values),
-D head width, C tokens of a chunk.
+Dimension letters: B rows, T new tokens, M blocks of a row, S slots, R rows and D columns that a layer keeps
+of a token (a config's `cache_row`), C tokens of a chunk.
 """
 
 import jax.numpy as jnp

@@ -42,6 +42,11 @@ class LlamaConfig:
     dtype: str = "float32"
     weights: WeightFormats = WeightFormats()
 
+    @property
+    def cache_row(self) -> tuple[int, int]:
+        """What the cache keeps of a token in a layer: rows (keys, then values) and their width."""
+        return 2 * self.num_kv_heads, self.head_dim
+
 
 def parse_llama(config: Mapping[str, Any], where: str) -> LlamaConfig:
     """Read the config.json of a Llama-architecture target.

@@ -21,6 +21,7 @@ from jax import Array, lax
 
 from eagle3_jax.checkpoint.files import atomic_file, refusing_io
 from eagle3_jax.checkpoint.targets import Target
+from eagle3_jax.models.attention import Expand
 from eagle3_jax.models.eagle3 import shared_weights
 from eagle3_jax.models.llama import Llama
 from eagle3_jax.quant.weight import Weight
@@ -93,8 +94,8 @@ def target_states(
     """
     attend = ttt_attention(segment_ids)
 
-    def attend_once(q: Array, k: Array, v: Array, cache: None) -> tuple[Array, None]:
-        return attend(q, k, v, ())[0], cache
+    def attend_once(q: Array, k: Array, v: Array | Expand, cache: None, **options: Any) -> tuple[Array, None]:
+        return attend(q, k, v, (), **options)[0], cache
 
     variables = {"params": params}
     caches = (None,) * model.config.num_layers

@@ -6,10 +6,11 @@ of step j sees the keys of step 0 causally and, of every later step, only its ow
 chain would hold.
 
 Dimension letters: B rows, T positions of a row, J steps, N query heads, G query heads per key-value head,
-D head width, Vd draft vocabulary, F joined feature width.
+D head width, Dv width of a value head, Vd draft vocabulary, F joined feature width.
 """
 
 import dataclasses
+from functools import partial
 from typing import Any
 
 import jax
@@ -18,7 +19,7 @@ from flax import struct
 from jax import Array, lax
 
 from eagle3_jax.errors import Eagle3Error
-from eagle3_jax.models.attention import MASKED, Attend
+from eagle3_jax.models.attention import MASKED, Attend, Expand, keys_and_values
 from eagle3_jax.models.eagle3 import Eagle3, SharedWeights
 from eagle3_jax.models.layers import apply
 
@@ -105,41 +106,63 @@ def ttt_attention(segment_ids: Array) -> Attend:
     # One product a head is 3 times as fast on CPU as a batched one; accelerators want the batch.
     each_head = lax.map if jax.default_backend() == "cpu" else lambda f, xs: jax.vmap(f)(xs)
 
-    def one_head(arrays: tuple[Array, Array, Array, Array]) -> Array:
-        """Queries [G, T, D], keys and values [J, T, D], segment ids [T] -> mixed [G, T, D], in float32."""
-        queries, keys, values, segments = arrays
+    def one_head(window: int | None, arrays: tuple[Array, Array, Array, Array, Array | None]) -> Array:
+        """Queries [G, T, D], keys [J, T, D], values [J, T, Dv], segment ids [T], sinks [G] -> float32 [G, T, Dv]."""
+        queries, keys, values, segments, sinks = arrays
         group, length, width = queries.shape
         scores = jnp.matmul(queries.reshape(-1, width), keys[0].T, preferred_element_type=jnp.float32)
         visible = causal & (segments[:, None] == segments)
+        if window is not None:
+            visible &= ~jnp.tril(visible, -window)
         scores = jnp.where(visible, scores.reshape(group, length, length), MASKED)
         own = jnp.einsum("gtd,jtd->gtj", queries, keys[1:], preferred_element_type=jnp.float32)
         highest = jnp.max(scores, axis=-1, keepdims=True)
         if keys.shape[0] > 1:
             highest = jnp.maximum(highest, jnp.max(own, axis=-1, keepdims=True))
+        if sinks is not None:
+            highest = jnp.maximum(highest, sinks[:, None, None])
         highest = lax.stop_gradient(highest)
         weights, own = jnp.exp(scores - highest), jnp.exp(own - highest)
         total = jnp.sum(weights, axis=-1) + jnp.sum(own, axis=-1)
+        if sinks is not None:
+            total += jnp.exp(sinks[:, None] - highest[..., 0])
         flat = weights.reshape(-1, length).astype(values.dtype)
-        mixed = jnp.matmul(flat, values[0], preferred_element_type=jnp.float32).reshape(queries.shape)
+        mixed = jnp.matmul(flat, values[0], preferred_element_type=jnp.float32).reshape(group, length, -1)
         own = own.astype(values.dtype)
         mixed += jnp.einsum("gtj,jtd->gtd", own, values[1:], preferred_element_type=jnp.float32)
         return mixed / total[..., None]
 
-    def attend(q: Array, k: Array, v: Array, cache: tuple) -> tuple[Array, tuple]:
+    def attend(
+        q: Array,
+        k: Array,
+        v: Array | Expand,
+        cache: tuple,
+        *,
+        scale: float | None = None,
+        window: int | None = None,
+        sinks: Array | None = None,
+    ) -> tuple[Array, tuple]:
+        if window is not None and cache:
+            raise Eagle3Error(f"a draft with a window of {window} tokens cannot be trained; use one without")
+        k, v = keys_and_values(k, v)
         cache = (*cache, (k, v))
-        batch, length, heads, width = q.shape
+        batch, length, _, width = q.shape
         kv_heads = k.shape[2]
 
         def by_head(pairs: list[Array]) -> Array:
             stacked = jnp.stack(pairs).transpose(1, 3, 0, 2, 4)
-            return stacked.reshape(batch * kv_heads, len(pairs), length, width)
+            return stacked.reshape(batch * kv_heads, len(pairs), length, -1)
 
-        queries = (q * jnp.asarray(width**-0.5, q.dtype)).reshape(batch, length, kv_heads, -1, width)
+        scale = width**-0.5 if scale is None else scale
+        queries = (q * jnp.asarray(scale, q.dtype)).reshape(batch, length, kv_heads, -1, width)
         queries = queries.transpose(0, 2, 3, 1, 4).reshape(batch * kv_heads, -1, length, width)
         keys, values = by_head([k for k, _ in cache]), by_head([v for _, v in cache])
-        mixed = each_head(one_head, (queries, keys, values, jnp.repeat(segment_ids, kv_heads, axis=0)))
-        mixed = mixed.reshape(batch, kv_heads, -1, length, width).transpose(0, 3, 1, 2, 4)
-        return mixed.reshape(batch, length, heads * width).astype(q.dtype), cache
+        if sinks is not None:
+            sinks = jnp.tile(sinks.astype(jnp.float32).reshape(kv_heads, -1), (batch, 1))
+        segments = jnp.repeat(segment_ids, kv_heads, axis=0)
+        mixed = each_head(partial(one_head, window), (queries, keys, values, segments, sinks))
+        mixed = mixed.reshape(batch, kv_heads, -1, length, v.shape[-1]).transpose(0, 3, 1, 2, 4)
+        return mixed.reshape(batch, length, -1).astype(q.dtype), cache
 
     return attend
 
@@ -149,13 +172,13 @@ def ttt_outputs(model: Eagle3, params: Any, shared: SharedWeights, batch: Batch,
 
     Rows t >= T - j of step j have no token left; they are fed token 0 and mean nothing.
     """
-    attend, cache = ttt_attention(batch.segment_ids), ()
+    attend, caches = ttt_attention(batch.segment_ids), ((),) * model.config.num_layers
     positions = jnp.broadcast_to(jnp.arange(batch.token_ids.shape[1], dtype=jnp.int32), batch.token_ids.shape)
-    g = apply(model, params, batch.features, method="fuse")
+    g = apply(model, params, batch.features, shared, method="fuse")
     outputs = []
     for j in range(steps):
         token_ids = shift_left(batch.token_ids, j)
-        y, cache = apply(model, params, g, token_ids, positions + j, attend, cache, shared)
+        y, caches = apply(model, params, g, token_ids, positions + j, attend, caches, shared)
         outputs.append(y)
         g = apply(model, params, y, method="feedback")
     return outputs

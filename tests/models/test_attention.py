@@ -1,6 +1,7 @@
 """Attention over a paged prefix and over plain sequences, against a float64 softmax in numpy."""
 
 from functools import partial
+from typing import Any
 
 import dense
 import jax
@@ -9,8 +10,9 @@ import numpy as np
 import pytest
 from jax import Array
 
-from eagle3_jax.cache.paged import chain_step
+from eagle3_jax.cache.paged import chain_step, read_chunk
 from eagle3_jax.models.attention import causal_attention, paged_attention
+from eagle3_jax.training.loss import ttt_attention
 
 LENGTHS = np.array([0, 1, 127, 128, 129, 300], np.int32)
 BLOCK, BLOCKS_PER_ROW, KV_HEADS, WIDTH = 16, 20, 2, 8
@@ -36,26 +38,37 @@ class Ragged:
             position = np.arange(len(tokens))
             self.pool[self.table[row, position // BLOCK] * BLOCK + position % BLOCK] = tokens
 
-    def run(self, visible: np.ndarray, chunk_size: int = 128) -> np.ndarray:
+    def run(self, visible: np.ndarray, chunk_size: int = 128, **options: Any) -> np.ndarray:
         arrays = (self.pool, self.table.astype(np.int32), LENGTHS, self.q, self.k, self.v, visible)
-        return np.asarray(attend(*map(jnp.asarray, arrays), chunk_size=chunk_size))
+        return np.asarray(attend(*map(jnp.asarray, arrays), chunk_size=chunk_size, **options))
 
-    def expected(self, visible: np.ndarray) -> np.ndarray:
+    def expected(self, visible: np.ndarray, window: int | None = None, **options: Any) -> np.ndarray:
         rows = []
         for q, k, v, prefix in zip(self.q, self.k, self.v, self.prefix, strict=True):
             keys = np.concatenate([prefix[:, :KV_HEADS], k])
             values = np.concatenate([prefix[:, KV_HEADS:], v])
-            rows.append(dense.attend(q, keys, values, dense.after_prefix(len(prefix), visible)))
+            seen = dense.in_window(dense.after_prefix(len(prefix), visible), window)
+            rows.append(dense.attend(q, keys, values, seen, **options))
         return np.stack(rows)
 
 
-@partial(jax.jit, static_argnames="chunk_size")
+@partial(jax.jit, static_argnames=("chunk_size", "scale", "window"))
 def attend(
-    pool: Array, table: Array, start: Array, q: Array, k: Array, v: Array, visible: Array, chunk_size: int
+    pool: Array,
+    table: Array,
+    start: Array,
+    q: Array,
+    k: Array,
+    v: Array,
+    visible: Array,
+    chunk_size: int,
+    scale: float | None = None,
+    window: int | None = None,
+    sinks: Array | None = None,
 ) -> Array:
     count = jnp.full_like(start, q.shape[1])
     step = chain_step(table, start, count, q.shape[1], BLOCK, pool.shape[0]).replace(visible=visible)
-    return paged_attention(step, chunk_size)(q, k, v, pool)[0]
+    return paged_attention(step, chunk_size)(q, k, v, pool, scale=scale, window=window, sinks=sinks)[0]
 
 
 def chain(length: int) -> np.ndarray:
@@ -118,3 +131,80 @@ def test_scores_of_bfloat16_activations_are_float32() -> None:
     mixed, _ = causal_attention(q, k, v, None)
     assert mixed.dtype == jnp.bfloat16
     np.testing.assert_allclose(np.asarray(mixed[0, 1], np.float32), 1 / (1 + np.exp(-0.125)), rtol=2**-8)
+
+
+SINKS = np.array([-1.0, 0.5, 2.0, 6.0, 0.0, 1.5], np.float32)
+
+
+@pytest.mark.parametrize("window", [1, 3, 20, 150, 1000])
+def test_a_window_hides_what_lies_before_it(window: int) -> None:
+    """Below the new tokens, across a chunk's edge, longer than most rows, and longer than all of them."""
+    case = Ragged(group=3, new=5)
+    got = case.run(chain(5), chunk_size=48, window=window)
+    assert np.abs(got - case.expected(chain(5), window)).max() < TOLERANCE
+    assert (np.abs(got - case.run(chain(5))).max() > 0.1) == (window < 300)
+
+
+def test_chunks_that_no_window_reaches_are_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    read = []
+
+    def counted(pool: Array, step: Any, chunk: Array, chunk_size: int) -> Array:
+        jax.debug.callback(lambda i: read.append(int(i)), chunk)
+        return read_chunk(pool, step, chunk, chunk_size)
+
+    monkeypatch.setattr("eagle3_jax.models.attention.read_chunk", counted)
+    case = Ragged(group=1, new=1)
+    start = jnp.full((len(LENGTHS),), 300, jnp.int32)
+    step = chain_step(jnp.asarray(case.table, jnp.int32), start, start, 1, BLOCK, case.pool.shape[0])
+    paged_attention(step, 16)(*map(jnp.asarray, (case.q, case.k, case.v, case.pool)), window=20)
+    jax.effects_barrier()
+    assert read == [17, 18]  # tokens 281 .. 299, and 300 itself is new
+
+
+def test_sinks_and_scale_join_the_softmax() -> None:
+    case = Ragged(group=3, new=5)
+    got = case.run(chain(5), scale=0.7, sinks=jnp.asarray(SINKS))
+    assert np.abs(got - case.expected(chain(5), scale=0.7, sinks=SINKS)).max() < TOLERANCE
+    assert np.abs(got - case.expected(chain(5), scale=0.7)).max() > 0.1
+    assert np.abs(got - case.expected(chain(5), sinks=SINKS)).max() > 0.1
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["causal", "packed rows"])
+def test_whole_sequences_have_window_sinks_and_scale(packed: bool) -> None:
+    """Without a cache, as scoring and the training data see a target; values narrower than keys."""
+    rng = np.random.default_rng(0)
+    q, k = normal(rng, 2, 11, 3 * KV_HEADS, WIDTH), normal(rng, 2, 11, KV_HEADS, WIDTH)
+    v = normal(rng, 2, 11, KV_HEADS, 5)
+    segments = np.array([[0] * 4 + [1] * 7, [0] * 11]) * packed
+    run: Any = (
+        partial(ttt_attention(jnp.asarray(segments)), cache=()) if packed else partial(causal_attention, cache=None)
+    )
+    mixed = run(*map(jnp.asarray, (q, k, v)), scale=0.7, window=3, sinks=jnp.asarray(SINKS))[0]
+    seen = dense.in_window(chain(11), 3) & (segments[:, :, None] == segments[:, None])
+    expected = [dense.attend(q[b], k[b], v[b], seen[b], 0.7, SINKS) for b in range(2)]
+    assert np.abs(np.asarray(mixed) - np.stack(expected)).max() < TOLERANCE
+
+
+def test_the_cache_may_keep_something_else_than_keys_and_values() -> None:
+    """One row a token for all heads, whose first columns are the value; a NaN nobody owns stays outside."""
+    case = Ragged(group=1, new=5)
+    rng = np.random.default_rng(0)
+    q, kept = normal(rng, len(LENGTHS), 5, 4, WIDTH), normal(rng, len(LENGTHS), 5, 1, WIDTH)
+    prefix = [normal(rng, n, 1, WIDTH) for n in LENGTHS]
+    pool = np.full((case.pool.shape[0], 1, WIDTH), np.nan, np.float32)
+    for row, tokens in enumerate(prefix):
+        position = np.arange(len(tokens))
+        pool[case.table[row, position // BLOCK] * BLOCK + position % BLOCK] = tokens
+    step = chain_step(*map(jnp.asarray, (case.table.astype(np.int32), LENGTHS, LENGTHS)), 5, BLOCK, pool.shape[0])
+
+    @jax.jit
+    def run(q: Array, kept: Array, pool: Array) -> tuple[Array, Array]:
+        return paged_attention(step)(q, kept, lambda rows: (rows, rows[..., :6]), pool)
+
+    mixed, pool = run(*map(jnp.asarray, (q, kept, pool)))
+    for row, tokens in enumerate(prefix):
+        keys = np.concatenate([tokens, kept[row]])
+        seen = dense.after_prefix(len(tokens), chain(5))
+        assert np.abs(mixed[row] - dense.attend(q[row], keys, keys[..., :6], seen)).max() < TOLERANCE
+    written = pool[case.table[5, 300 // BLOCK] * BLOCK + 300 % BLOCK]
+    np.testing.assert_array_equal(written, kept[5, 0])

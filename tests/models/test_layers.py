@@ -80,7 +80,7 @@ def test_attention_rotates_queries_and_keys_but_not_values(input_bias: bool, out
     quarter = (jnp.zeros((1, 1, 1, 1)), jnp.ones((1, 1, 1, 1)))
     seen: dict[str, Array] = {}
 
-    def attend(q: Array, k: Array, v: Array, cache: int) -> tuple[Array, int]:
+    def attend(q: Array, k: Array, v: Array, cache: int, **_: Any) -> tuple[Array, int]:
         seen.update(q=q, k=k, v=v)
         return q.reshape(*q.shape[:2], -1), cache + 1
 

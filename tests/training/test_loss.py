@@ -93,7 +93,7 @@ def test_attention_equals_explicit_masks(name: str, monkeypatch: pytest.MonkeyPa
         causal = jnp.tril(jnp.ones((length, length), bool))
         first = causal & (segment_ids[:, :, None] == segment_ids[:, None])
 
-        def attend(q: Array, k: Array, v: Array, cache: tuple) -> tuple[Array, tuple]:
+        def attend(q: Array, k: Array, v: Array, cache: tuple, **_: Any) -> tuple[Array, tuple]:
             cache = (*cache, (k, v))
             groups = q.shape[2] // k.shape[2]
             keys, values = (jnp.repeat(jnp.concatenate([p[i] for p in cache], axis=1), groups, axis=2) for i in (0, 1))
