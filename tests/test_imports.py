@@ -30,6 +30,7 @@ ALLOWED: dict[str, set[str]] = {
     "quant": _BASE,
     "sharding": _BASE,
     "cache": _BASE,
+    "plots": {"errors", "checkpoint"},
     "models": _BASE | {"cache"},
     "decoding": _DECODING,
     "checkpoint": _BASE | {"models", "text"},

@@ -72,7 +72,7 @@ def run_bench(
     temperature: float,
     seed: int,
     repeats: int,
-    concurrency: int,
+    concurrencies: Sequence[int],
 ) -> dict[str, Any]:
     """Measure the floor, the stages, and each speculation against plain decoding.
 
@@ -82,7 +82,7 @@ def run_bench(
         speculations: settings such as "chain:4"; stages are measured for the first.
         max_new_tokens, temperature, seed: of the cells.
         repeats: turns of each measurement.
-        concurrency: prompts of one batch.
+        concurrencies: prompts of one batch; every size is measured.
 
     Returns:
         The report, ready for JSON; its keys are part of the command line's contract.
@@ -91,18 +91,20 @@ def run_bench(
         Eagle3Error: a context too short to measure in, or logits without a finite maximum.
     """
     chains = {text: parse_speculation(text) for text in speculations}
-    batches = _batches(*prompts, concurrency)
+    batches = {size: _batches(*prompts, size) for size in concurrencies}
+    calls = repeats * (1 + len(chains)) * sum(len(part) for part in batches.values())
     # disable=None: a bar on a terminal, nothing elsewhere.
-    with tqdm(desc="bench", total=3 + repeats * (1 + len(chains)), disable=None, leave=False) as bar:
+    with tqdm(desc="bench", total=2 + calls, disable=None, leave=False) as bar:
         before = measure_floor(target.params)
         bar.update()
-        first = next(iter(chains.values()))
-        stages = measure_stages(target, draft, prompts, first, repeats)
-        bar.update(2)
-        sampling = Sampling.make(
-            concurrency, temperature=temperature, eos_ids=target.eos_ids, max_tokens=max_new_tokens
-        )
-        cells = _measure_cells(target, draft, batches, chains, max_new_tokens, sampling, seed, repeats, bar.update)
+        stages = measure_stages(target, draft, prompts, next(iter(chains.values())), repeats)
+        bar.update()
+        cells = []
+        for size, part in batches.items():
+            sampling = Sampling.make(size, temperature=temperature, eos_ids=target.eos_ids, max_tokens=max_new_tokens)
+            found = _measure_cells(target, draft, part, chains, max_new_tokens, sampling, seed, repeats, bar.update)
+            for text, cell in zip(chains, found, strict=True):
+                cells.append({"prompts": prompts_name, "speculation": text, "concurrency": size, **cell})
     # A shared machine's bandwidth drifts: the floor is the best it showed, before or after the rest.
     floor = max(before, measure_floor(target.params), key=lambda floor: floor["bytes_per_second"])
     return {
@@ -111,10 +113,7 @@ def run_bench(
         "draft": draft.name,
         "floor": floor,
         "stages": stages,
-        "cells": [
-            {"prompts": prompts_name, "speculation": text, "concurrency": concurrency, **cell}
-            for text, cell in zip(chains, cells, strict=True)
-        ],
+        "cells": cells,
     }
 
 
@@ -311,42 +310,86 @@ def _measure_cells(
     programs = [plain, *(partial(speculative, chain) for chain in chains.values())]
     for program in programs:
         jax.block_until_ready(program(*batches[0]))
-    rates: list[list[float]] = [[] for _ in programs]
-    totals: list[Any] = [None] * len(programs)
-    for _ in range(repeats):
-        for i, program in enumerate(programs):
-            rate, totals[i] = _tokens_per_second(program, batches)
-            rates[i].append(rate)
-            done()
-    return [_cell(rates[0], own, total) for own, total in zip(rates[1:], totals[1:], strict=True)]
+    turns = [_one_turn(programs, batches, done) for _ in range(repeats)]
+    return [_cell(batches, [(turn[0], turn[i]) for turn in turns]) for i in range(1, len(programs))]
 
 
-def _tokens_per_second(program: Callable, batches: list[tuple[Array, Array]]) -> tuple[float, Any]:
-    """Output tokens by wall time over all batches, and the summed statistics."""
-    seconds, tokens, total = 0.0, 0, None
+@dataclasses.dataclass
+class _Total:
+    """What one program did over all batches: wall time, emitted tokens, summed statistics."""
+
+    seconds: float = 0.0
+    tokens: int = 0
+    stats: Any = None
+
+    @property
+    def rate(self) -> float:
+        """Output tokens per second."""
+        return self.tokens / self.seconds
+
+
+def _one_turn(programs: Sequence[Callable], batches: Sequence[tuple[Array, Array]], done: Callable) -> list[_Total]:
+    """Every program over every batch, the programs in turns batch by batch."""
+    totals = [_Total() for _ in programs]
     for batch in batches:
-        begin = time.perf_counter()
-        out = jax.block_until_ready(program(*batch))
-        seconds += time.perf_counter() - begin
-        _refuse_errors(out.finish_reason)
-        tokens += int(out.lengths.sum())
-        stats = jax.device_get(out.stats)
-        total = stats if total is None else jax.tree.map(np.add, total, stats)
-    return tokens / seconds, total
+        for program, total in zip(programs, totals, strict=True):
+            begin = time.perf_counter()
+            out = jax.block_until_ready(program(*batch))
+            total.seconds += time.perf_counter() - begin
+            _refuse_errors(out.finish_reason)
+            total.tokens += int(out.lengths.sum())
+            stats = jax.device_get(out.stats)
+            total.stats = stats if total.stats is None else jax.tree.map(np.add, total.stats, stats)
+            done()
+    return totals
 
 
-def _cell(plain: list[float], speculative: list[float], stats: Any) -> dict[str, Any]:
-    ratios = [own / base for own, base in zip(speculative, plain, strict=True)]
-    found = acceptance(stats)
+def _cell(batches: Sequence[tuple[Array, Array]], turns: Sequence[tuple[_Total, _Total]]) -> dict[str, Any]:
+    """One cell from its turns of (plain, speculative)."""
+    ratios = [own.rate / plain.rate for plain, own in turns]
+    last = turns[-1][1]
+    found = acceptance(last.stats)
+    rate = statistics.median(own.rate for _, own in turns)
     return {
-        "output_tokens_per_second": statistics.median(speculative),
+        "output_tokens_per_second": rate,
         "ratio_to_plain": {"min": min(ratios), "median": statistics.median(ratios), "max": max(ratios)},
         "mean_acceptance_length": found["mean_acceptance_length"],
         "acceptance_per_position": found["acceptance_per_position"],
         "runs": [
-            {"plain_tokens_per_second": base, "tokens_per_second": own, "ratio": ratio}
-            for base, own, ratio in zip(plain, speculative, ratios, strict=True)
+            {"plain_tokens_per_second": plain.rate, "tokens_per_second": own.rate, "ratio": ratio}
+            for (plain, own), ratio in zip(turns, ratios, strict=True)
         ],
+        **_as_vllm_names_it(batches, last, statistics.median(own.seconds for _, own in turns)),
+    }
+
+
+def _as_vllm_names_it(batches: Sequence[tuple[Array, Array]], total: _Total, seconds: float) -> dict[str, Any]:
+    """The same numbers under the keys of vLLM's and InferenceX's result files, by their definitions.
+
+    `seconds` is the time of a turn. Acceptance per position is over all rounds, also those at a row's end that
+    drafted fewer tokens.
+    """
+    completed = sum(len(lengths) for _, lengths in batches)
+    given = sum(int(lengths.sum()) for _, lengths in batches)
+    rounds, drafted, accepted = (
+        int(np.sum(x)) for x in (total.stats.rounds, total.stats.drafted, total.stats.accepted)
+    )
+    kept = np.sum(total.stats.accepted_per_position, axis=0)
+    return {
+        "max_concurrency": len(batches[0][1]),
+        "completed": completed,
+        "duration": seconds,
+        "total_input_tokens": given,
+        "total_output_tokens": total.tokens,
+        "request_throughput": completed / seconds,
+        "output_throughput": total.tokens / seconds,
+        "total_token_throughput": (given + total.tokens) / seconds,
+        "spec_decode_num_drafts": rounds,
+        "spec_decode_draft_tokens": drafted,
+        "spec_decode_accepted_tokens": accepted,
+        "spec_decode_acceptance_rate": 100 * accepted / drafted if drafted else None,
+        "spec_decode_acceptance_length": 1 + accepted / rounds if rounds else None,
+        "spec_decode_per_position_acceptance_rates": (kept / max(rounds, 1)).tolist(),
     }
 
 

@@ -8,15 +8,17 @@ from eagle3_jax.commands.options import (
     DEFAULT_SPECULATION,
     add_draft_arguments,
     add_json_argument,
+    add_plot_argument,
+    add_prompt_set_arguments,
     add_seed_argument,
     add_target_arguments,
     encode_workload,
-    load_pair,
+    load_draft_pair,
     number,
     output_file,
+    several,
     whole,
 )
-from eagle3_jax.errors import Eagle3Error
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -29,13 +31,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         help=f"chain:K; repeatable, or several with commas (default: {DEFAULT_SPECULATION})",
     )
-    parser.add_argument("--prompts", default="dev", help="packaged prompt set (dev), or F.json: a list of chats")
-    parser.add_argument("--max-new-tokens", metavar="N", type=whole(1), default=96, help="(default: 96)")
+    add_prompt_set_arguments(parser)
     parser.add_argument("--temperature", type=number(0, 1e6), default=0.0, help="0 is greedy (default)")
     add_seed_argument(parser)
     parser.add_argument("--repeats", type=whole(1, 1000), default=3, help="turns of each measurement (default: 3)")
-    parser.add_argument("--concurrency", type=whole(1, 4096), default=1, help="prompts a batch (default: 1)")
+    parser.add_argument(
+        "--concurrency",
+        metavar="N",
+        type=several(whole(1, 4096)),
+        default=(1,),
+        help="prompts a batch, decoded together from start to end; several with commas: 1,4,16,64 (default: 1)",
+    )
     parser.add_argument("--out", metavar="F.json", type=output_file, help="also write the JSON object there")
+    add_plot_argument(parser, "speed and ratio over the batch size")
     add_json_argument(parser)
 
 
@@ -46,14 +54,15 @@ def run(args: argparse.Namespace) -> int:
     from eagle3_jax.bench.workloads import load_workload
     from eagle3_jax.checkpoint.files import write_json_atomic
     from eagle3_jax.decoding.request import parse_speculation
+    from eagle3_jax.plots import check_plotting, draw_bench
 
     speculations = split_speculations(args.speculation or [DEFAULT_SPECULATION])
     for text in speculations:
         parse_speculation(text)
-    workload = load_workload(args.prompts)
-    target, draft = load_pair(args)
-    if draft is None:
-        raise Eagle3Error(f"no draft is registered for {args.target}; name one with --draft")
+    if args.plot is not None:
+        check_plotting()
+    workload = load_workload(args.prompts, args.limit)
+    target, draft = load_draft_pair(args)
     prompts = encode_workload(workload, target)
     report = run_bench(
         target,
@@ -65,10 +74,12 @@ def run(args: argparse.Namespace) -> int:
         temperature=args.temperature,
         seed=args.seed,
         repeats=args.repeats,
-        concurrency=args.concurrency,
+        concurrencies=args.concurrency,
     )
     if args.out is not None:
         write_json_atomic(args.out, report)
+    if args.plot is not None:
+        draw_bench(report, args.plot)
     print(json.dumps(report) if args.json else table(report))
     return 0
 

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from eagle3_jax.checkpoint.targets import Target
     from eagle3_jax.decoding.request import GenerationConfig
     from eagle3_jax.decoding.sampling import Sampling
+    from eagle3_jax.training.data import Chat
 
 log = logging.getLogger(__name__)
 
@@ -55,6 +56,11 @@ def number(low: float, high: float) -> Callable[[str], float]:
         return value
 
     return convert
+
+
+def several(item: Callable[[str], Any]) -> Callable[[str], tuple]:
+    """An argparse type: items separated by commas, each once, in the given order."""
+    return lambda text: tuple(dict.fromkeys(item(part) for part in text.split(",")))
 
 
 def assignment(text: str) -> tuple[str, Any]:
@@ -153,6 +159,35 @@ def add_seed_argument(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=whole(0, 2**32 - 1), default=0, help="of the random draws (default: 0)")
 
 
+def add_prompt_set_arguments(parser: argparse.ArgumentParser) -> None:
+    """--prompts, --limit and --max-new-tokens: what is decoded to measure."""
+    parser.add_argument(
+        "--prompts",
+        metavar="SET",
+        default="dev",
+        help="dev, mt-bench (80 first turns), humaneval (164), or F.json: a list of chats (default: dev)",
+    )
+    parser.add_argument("--limit", metavar="N", type=whole(1), help="only the first N prompts")
+    parser.add_argument("--max-new-tokens", metavar="N", type=whole(1), default=96, help="(default: 96)")
+
+
+def add_data_argument(parser: argparse.ArgumentParser, required: bool) -> None:
+    """--data."""
+    parser.add_argument("--data", metavar="PATH", required=required, help="a token shard (.npz) or a folder of them")
+
+
+def add_features_argument(parser: argparse.ArgumentParser) -> None:
+    """--features."""
+    parser.add_argument(
+        "--features", metavar="DIR", type=output_folder, help="cache of the target's hidden states (large)"
+    )
+
+
+def add_plot_argument(parser: argparse.ArgumentParser, what: str) -> None:
+    """--plot."""
+    parser.add_argument("--plot", metavar="F.png", type=output_file, help=f"also draw {what} there")
+
+
 def add_json_argument(parser: argparse.ArgumentParser) -> None:
     """--json."""
     parser.add_argument("--json", action="store_true", help="print one JSON object")
@@ -194,6 +229,33 @@ def load_pair(args: argparse.Namespace) -> "tuple[Target, Draft | None]":
     if name is None:
         return target, None
     return target, e3.load_draft(name, target, overrides=dict(args.draft_set))
+
+
+def load_draft_pair(args: argparse.Namespace) -> "tuple[Target, Draft]":
+    """Load what --target and --draft name, for verbs that are nothing without a draft.
+
+    Raises:
+        Eagle3Error: whatever the loaders refuse, or no draft is known for the target.
+    """
+    target, draft = load_pair(args)
+    if draft is None:
+        raise Eagle3Error(f"no draft is registered for {args.target}; name one with --draft")
+    return target, draft
+
+
+def read_data(path: str, target: "Target") -> "list[Chat]":
+    """The chats of --data; shards that do not hold what every chat starts with get the template's header.
+
+    Raises:
+        Eagle3Error: nothing there, or not token shards.
+    """
+    from eagle3_jax.training.data import read_chats
+    from eagle3_jax.training.distill import chat_frame
+
+    tokenizer = target.tokenizer
+    if tokenizer is None or not tokenizer.has_chat_template:
+        return read_chats(path)
+    return read_chats(path, chat_frame(tokenizer).header)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,11 +13,10 @@ from eagle3_jax.commands.options import (
     add_sampling_arguments,
     add_target_arguments,
     check_speculation,
-    load_pair,
+    load_draft_pair,
     make_request,
     read_prompts,
 )
-from eagle3_jax.errors import Eagle3Error
 
 DIFFERENT = 1
 """Exit code where a token is not the target's."""
@@ -38,9 +37,7 @@ def run(args: argparse.Namespace) -> int:
 
     check_speculation(args)
     prompts = read_prompts(args)
-    target, draft = load_pair(args)
-    if draft is None:
-        raise Eagle3Error(f"no draft is registered for {args.target}; name one with --draft")
+    target, draft = load_draft_pair(args)
     request = make_request(args, prompts, target)
     report = verify_lossless(target, draft, *request.arrays, request.config)
     if args.json:

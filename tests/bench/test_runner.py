@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -33,8 +34,8 @@ def test_the_report_is_the_contract(
         "--prompts",
         prompts,
     ]
-    argv += ["--speculation", "chain:1", "--max-new-tokens", 8, "--repeats", 2, "--concurrency", 2]
-    code = cli.main([*map(str, argv), "--json", "--out", str(out)])
+    argv += ["--speculation", "chain:1", "--max-new-tokens", 8, "--repeats", 2, "--concurrency", "2,1"]
+    code = cli.main([*map(str, argv), "--json", "--out", str(out), "--plot", str(tmp_path / "curve.png")])
     captured = capsys.readouterr()
     assert (code, captured.err) == (0, "")
     report = json.loads(captured.out)
@@ -48,8 +49,9 @@ def test_the_report_is_the_contract(
     assert list(stages) == ["plain_step_seconds", "verify_seconds", "draft_step_seconds", "round_overhead"]
     assert list(stages["verify_seconds"]) == ["2"]
     assert list(stages["round_overhead"]) == ["greedy", "sampled"]
-    (cell,) = report["cells"]
-    assert list(cell) == [
+    assert [cell["concurrency"] for cell in report["cells"]] == [2, 1]
+    cell = report["cells"][0]
+    assert list(cell)[:8] == [
         *("prompts", "speculation", "concurrency", "output_tokens_per_second", "ratio_to_plain"),
         *("mean_acceptance_length", "acceptance_per_position", "runs"),
     ]
@@ -60,6 +62,23 @@ def test_the_report_is_the_contract(
     assert cell["ratio_to_plain"]["min"] == pytest.approx(min(ratios))
     assert len(ratios) == 2
     assert "chain:1" in table(report)
+    assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
+    for cell in report["cells"]:
+        check_other_names(cell)
+
+
+def check_other_names(cell: dict[str, Any]) -> None:
+    """vLLM's keys say what ours say; three prompts make two batches of two or three of one."""
+    rows = cell["concurrency"]
+    assert cell["max_concurrency"] == rows
+    assert (cell["completed"], cell["total_input_tokens"]) == {2: (4, 9), 1: (3, 6)}[rows]
+    rounds, accepted = cell["spec_decode_num_drafts"], cell["spec_decode_accepted_tokens"]
+    # Every token comes from prefill, from a round, or is an accepted draft.
+    assert cell["total_output_tokens"] == cell["completed"] + rounds + accepted
+    assert cell["spec_decode_acceptance_length"] == cell["mean_acceptance_length"] == 1 + accepted / rounds
+    assert cell["spec_decode_acceptance_rate"] == pytest.approx(100 * accepted / cell["spec_decode_draft_tokens"])
+    assert cell["spec_decode_per_position_acceptance_rates"] == [accepted / rounds]
+    assert cell["output_throughput"] == pytest.approx(cell["total_output_tokens"] / cell["duration"])
 
 
 def test_settings_are_split_where_a_name_follows() -> None:
