@@ -1,0 +1,124 @@
+"""Products of activations with narrow weights, without a wide copy of the weight.
+
+Weights lie as [N, K] codes with scales (see `eagle3_jax.quant.formats`).
+
+Dimension letters: M rows of activations, K contracting width, N output width.
+"""
+
+from typing import Any
+
+import jax.numpy as jnp
+from jax import Array, lax
+
+from eagle3_jax.quant import fp8, mxfp4
+from eagle3_jax.quant.activations import quantize_activations
+from eagle3_jax.quant.formats import NARROW_FORMATS, NarrowFormat
+
+TILE = 2**22
+"""Weights that are wide at a time where activations stay wide."""
+
+
+def narrow_product(x: Array, codes: Array, scale: Array, format: str, mode: str, static: Array | None = None) -> Array:
+    """Multiply: [..., K] -> float32 [..., N], accumulated in float32.
+
+    FP8 activations meet FP8 weights in one `dot_general` of narrow operands, scaled afterwards; MX ones in
+    `jax.lax.scaled_dot`; wide ones meet a few rows of the weight at a time, unpacked.
+
+    Args:
+        x: activations.
+        codes, scale: the weight.
+        format: its key in `NARROW_FORMATS`.
+        mode: how the activations are rounded, one that fits the format (see `modes_of`).
+        static: the scale of mode "fp8_static".
+    """
+    rows = x.reshape(-1, x.shape[-1])
+    fmt = NARROW_FORMATS[format]
+    if mode == "wide":
+        y = _unpacked(rows, codes, scale, fmt)
+    elif mode in ("mxfp4", "mxfp8"):
+        y = _scaled_dot(rows, codes, scale, mode)
+    else:
+        quantized, token_scale = quantize_activations(rows, mode, static, fmt.dtype)
+        if mode == "fp8_group":
+            y = _block_product(quantized, token_scale, codes, scale)
+        else:
+            y = _dot(quantized, codes) * token_scale * scale[:, 0]
+    return y.reshape(*x.shape[:-1], codes.shape[0])
+
+
+def modes_of(format: str) -> tuple[str, ...]:
+    """Activation modes that a weight of a format can be multiplied in; the first is a card's own."""
+    if format.endswith("_block"):
+        return "fp8_group", "wide"
+    if NARROW_FORMATS[format].dtype in (fp8.E4M3FN, fp8.E4M3FNUZ):
+        return "fp8_token", "fp8_static", "wide"
+    return ("mxfp4", "mxfp8", "wide") if format == "mxfp4" else ("wide",)
+
+
+def _dot(x: Array, matrix: Array) -> Array:
+    """[M, K] times [N, K] -> float32 [M, N]."""
+    return lax.dot_general(x, matrix, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
+
+
+def _scaled_dot(x: Array, codes: Array, scale: Array, mode: str) -> Array:
+    quantized, token_scale = quantize_activations(x, mode)
+    elements = mxfp4.elements(codes).astype(mxfp4.E2M1)
+    return lax.scaled_dot(
+        quantized,
+        elements,
+        lhs_scale=token_scale,
+        rhs_scale=scale,
+        dimension_numbers=(((1,), (1,)), ((), ())),
+        preferred_element_type=jnp.float32,
+    )
+
+
+def _block_product(x: Array, token_scale: Array, codes: Array, scale: Array) -> Array:
+    """Sum over blocks of the contracting dimension, each scaled by its token's and its block's scale."""
+    outputs, width = codes.shape
+
+    def part(block: Any, size: int) -> Array:
+        ours = lax.dynamic_slice_in_dim(x, block * fp8.BLOCK, size, axis=1)
+        theirs = lax.dynamic_slice_in_dim(codes, block * fp8.BLOCK, size, axis=1)
+        column = lax.dynamic_index_in_dim(scale, block, axis=1, keepdims=False)
+        token = lax.dynamic_index_in_dim(token_scale, block, axis=1)
+        return _dot(ours, theirs) * token * column.repeat(fp8.BLOCK)[:outputs]
+
+    whole, rest = divmod(width, fp8.BLOCK)
+    y = jnp.zeros((x.shape[0], outputs), jnp.float32)
+    y = lax.fori_loop(0, whole, lambda block, y: y + part(block, fp8.BLOCK), y)
+    return y + part(whole, rest) if rest else y
+
+
+def _unpacked(x: Array, codes: Array, scale: Array, fmt: NarrowFormat) -> Array:
+    """The weight's rows unpacked tile by tile: at most `TILE` weights are wide at a time."""
+    outputs = codes.shape[0]
+    step = max(TILE // x.shape[-1] // fp8.BLOCK, 1) * fp8.BLOCK  # whole blocks of scales
+
+    def part(start: Any, size: int) -> Array:
+        ours = lax.dynamic_slice_in_dim(codes, start, size, axis=0)
+        if fmt.rows is None:
+            scales = scale
+        else:
+            scales = lax.dynamic_slice_in_dim(scale, start // fmt.rows, -(-size // fmt.rows), axis=0)
+        return _dot(x, fmt.decode(ours, scales).astype(x.dtype))
+
+    whole, rest = divmod(outputs, step)
+    parts = []
+    if whole:
+        tiles = lax.map(lambda tile: part(tile * step, step), jnp.arange(whole, dtype=jnp.int32))
+        parts.append(tiles.swapaxes(0, 1).reshape(x.shape[0], whole * step))
+    if rest:
+        parts.append(part(whole * step, rest))
+    return jnp.concatenate(parts, axis=1) if len(parts) > 1 else parts[0]
+
+
+def take_rows(codes: Array, scale: Array, format: str, ids: Array) -> Array:
+    """Single rows of the [N, K] matrix, wide: int [...] in [0, N) -> float32 [..., K]."""
+    fmt = NARROW_FORMATS[format]
+    rows = jnp.take(codes, ids, axis=0, mode="clip")
+    scales = scale[0] if fmt.rows is None else jnp.take(scale, ids // fmt.rows, axis=0, mode="clip")
+    # As matrices of one row each.
+    return fmt.decode(rows[..., None, :], jnp.broadcast_to(scales, (*ids.shape, scale.shape[-1]))[..., None, :])[
+        ..., 0, :
+    ]
