@@ -20,9 +20,9 @@ from eagle3_jax.checkpoint.targets import Target
 from eagle3_jax.decoding.drafters import Eagle3Drafter, Verified
 from eagle3_jax.errors import Eagle3Error
 from eagle3_jax.models.attention import causal_attention
+from eagle3_jax.models.decoder import Decoder
 from eagle3_jax.models.eagle3 import Eagle3, shared_weights
 from eagle3_jax.models.layers import apply
-from eagle3_jax.models.llama import Llama
 from eagle3_jax.text import Message
 
 SMALLEST_BUCKET = 32
@@ -152,7 +152,7 @@ def score(target: Target, ids: Array | np.ndarray, lengths: Array | np.ndarray |
 
 
 @partial(jax.jit, static_argnums=0)
-def _score(model: Llama, params: Any, ids: Array, lengths: Array) -> Score:
+def _score(model: Decoder, params: Any, ids: Array, lengths: Array) -> Score:
     layers, (batch, width) = model.config.num_layers, ids.shape
     taps = tuple(range(layers + 1))
     out = apply(model, params, ids, _positions(ids), causal_attention, (None,) * layers, taps)

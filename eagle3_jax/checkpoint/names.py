@@ -16,8 +16,8 @@ import numpy as np
 from eagle3_jax.checkpoint.tensors import DTYPES, TensorSource
 from eagle3_jax.config import Eagle3Config
 from eagle3_jax.errors import Eagle3Error
+from eagle3_jax.models.decoder import Decoder
 from eagle3_jax.models.eagle3 import Eagle3, SharedWeights
-from eagle3_jax.models.llama import Llama
 from eagle3_jax.quant.weight import FLOAT_FORMATS, Weight, is_weight
 
 FORMATS = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}
@@ -27,54 +27,69 @@ _PLAIN_DTYPES = [DTYPES[name] for name in ("F64", "F32", "F16", "BF16")]
 
 
 @dataclasses.dataclass(frozen=True)
+class Fused:
+    """One tensor of a file that holds a stack of experts, and perhaps several of the model's weights.
+
+    Attributes:
+        name: its name; "{i}" is a number.
+        part, parts: the weight is every `parts`-th output from `part` on, as gpt-oss lays out gate and up.
+    """
+
+    name: str
+    part: int = 0
+    parts: int = 1
+
+
+@dataclasses.dataclass(frozen=True)
 class KeyMap:
     """Names of a dialect's tensors.
 
     Attributes:
         modules: path of a module in the parameter tree -> its name in the file; "{i}" is a number. The last
-            part, "weight" or "bias", is the same on both sides.
+            part, "weight" or "bias", is the same on both sides. A name with "{e}" stands for one tensor an
+            expert. The path of a weight itself may be there too: it has a name of its own, or is `Fused`.
         ignored: regular expressions of tensors that a file may hold besides.
     """
 
-    modules: Mapping[str, str]
+    modules: Mapping[str, str | Fused]
     ignored: tuple[str, ...] = ()
 
+    def place(self, path: str) -> str | Fused:
+        """Where the weight at `path` of the tree lies, e.g. "layers_3/attention/q/weight"; may hold "{e}"."""
+        number = re.search(r"(?<=_)\d+", path)
+        text = number[0] if number else ""
+        pattern = re.sub(r"(?<=_)\d+", "{i}", path)
+        if (found := self.modules.get(pattern)) is None:
+            module, _, leaf = pattern.rpartition("/")
+            found = f"{self.modules[module]}.{leaf}"
+        if isinstance(found, Fused):
+            return dataclasses.replace(found, name=found.name.replace("{i}", text))
+        return found.replace("{i}", text)
+
     def file_name(self, path: str) -> str:
-        """Name in the file of the weight at `path` of the tree, e.g. "layers_3/attention/q/weight"."""
-        module, _, leaf = path.rpartition("/")
-        number = re.search(r"(?<=_)\d+", module)
-        template = self.modules[re.sub(r"(?<=_)\d+", "{i}", module)]
-        return f"{template}.{leaf}".replace("{i}", number[0] if number else "")
+        """Name in the file of the weight at `path`, where that is one tensor."""
+        place = self.place(path)
+        return place.name if isinstance(place, Fused) else place
+
+    def file_names(self, path: str, weight: Weight) -> list[str]:
+        """Names in the file of all tensors of the weight at `path`, a stack's in the order of the experts."""
+        name = self.file_name(path)
+        return [name.replace("{e}", str(e)) for e in range(weight.shape[0])] if "{e}" in name else [name]
 
 
-def _layer(path: str, name: str, norms: Mapping[str, str]) -> dict[str, str]:
-    """One decoder layer: its norms, its attention and its MLP."""
+def layer_names(path: str, name: str, norms: Mapping[str, str]) -> dict[str, str | Fused]:
+    """One decoder layer in `KeyMap.modules`: its norms, its attention and its MLP."""
     parts = {**norms, **{f"attention/{x}": f"self_attn.{x}_proj" for x in "qkvo"}}
     parts |= {f"mlp/{x}": f"mlp.{x}_proj" for x in ("gate", "up", "down")}
     return {path + ours: name + theirs for ours, theirs in parts.items()}
 
-
-LLAMA = KeyMap(
-    modules={
-        "embed": "model.embed_tokens",
-        **_layer(
-            "layers_{i}/",
-            "model.layers.{i}.",
-            {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"},
-        ),
-        "final_norm": "model.norm",
-        "head": "lm_head",
-    },
-    ignored=(r"(.*\.)?rotary_emb\.inv_freq",),
-)
-"""Llama targets, as Hugging Face names them."""
 
 EAGLE3 = KeyMap(
     modules={
         "embed": "embed_tokens",
         "fc": "fc",
         "fc_norms_{i}": "fc_norm.{i}",
-        **_layer(
+        **layer_names(
             "",
             "midlayer.",
             {
@@ -91,7 +106,7 @@ EAGLE3 = KeyMap(
 """EAGLE-3 drafts, as SafeAILab, SGLang and SpecForge name them. d2t and t2d are read by the draft loader."""
 
 
-def abstract_params(model: Llama | Eagle3) -> Any:
+def abstract_params(model: Decoder | Eagle3) -> Any:
     """The parameter tree of a model without its values: `Weight`s of `jax.ShapeDtypeStruct`.
 
     Example:
@@ -104,7 +119,8 @@ def abstract_params(model: Llama | Eagle3) -> Any:
         c: Eagle3Config = model.config
         features = jax.ShapeDtypeStruct((1, 1, len(c.taps) * c.target_hidden_size), c.dtype)
         shared: Any = Weight(jax.ShapeDtypeStruct((c.target_hidden_size, c.vocab_size), c.dtype))  # pyright: ignore[reportArgumentType]
-        inputs = (features, ids, SharedWeights(shared, shared))
+        norm: Any = Weight(jax.ShapeDtypeStruct((c.target_hidden_size,), "float32"), layout="n")  # pyright: ignore[reportArgumentType]
+        inputs = (features, ids, SharedWeights(shared, shared, norm))
 
     def init(*inputs: Any) -> Any:
         return model.init(jax.random.key(0), *inputs, method="describe")["params"]
@@ -143,12 +159,12 @@ def load_params(
             is one that the model has no place for.
     """
     weights = named_weights(abstract)
-    files = {path: names.file_name(path) for path in weights}
-    if missing := [name for name in files.values() if name not in source]:
+    wanted = {name for path, weight in weights.items() for name in names.file_names(path, weight)}
+    if missing := sorted(name for name in wanted if name not in source):
         raise Eagle3Error(
             f"{source.path}: tensor {missing[0]} is missing{_more(missing)}; {config} describes a model that has it"
         )
-    known = {*files.values(), *ignored}
+    known = wanted.union(ignored)
     extra = [n for n in source if n not in known and not any(re.fullmatch(p, n) for p in names.ignored)]
     if extra:
         raise Eagle3Error(
@@ -158,7 +174,7 @@ def load_params(
     loaded = {}
     # Largest first: what converting the largest takes besides is then not on top of all the others.
     for path in sorted(weights, key=lambda path: -np.prod(weights[path].shape)):
-        loaded[path] = _read_weight(source, files[path], weights[path], config)
+        loaded[path] = _read_weight(source, names, path, weights[path], config)
     return jax.tree_util.tree_map_with_path(
         lambda keys, leaf: loaded.get(_path(keys), leaf), abstract, is_leaf=is_weight
     )
@@ -168,8 +184,28 @@ def _more(names: list[str]) -> str:
     return f" (and {len(names) - 1} more)" if len(names) > 1 else ""
 
 
-def _read_weight(source: TensorSource, name: str, weight: Weight, config: str) -> Weight:
-    shape, needed = source.shape(name), weight.shape[::-1]
+def _read_weight(source: TensorSource, names: KeyMap, path: str, weight: Weight, config: str) -> Weight:
+    """One weight, tensor by tensor into its place: a stack never lies in memory twice."""
+    place, files = names.place(path), names.file_names(path, weight)
+    # An owned copy in its final order and dtype: a view of the mapped file would change with the file.
+    stored = np.empty(weight.value.shape, FLOAT_FORMATS[weight.format])
+    if isinstance(place, Fused):
+        # Stacks are stored [E, in, out], the other way round than single matrices.
+        shape = (*weight.shape[:-1], weight.shape[-1] * place.parts)
+        tensor = _read_tensor(source, place.name, shape, config)[..., place.part :: place.parts]
+        _store(stored, tensor, weight.layout == "nk", f"{source.path}: tensor {place.name}")
+    else:
+        shape = weight.shape[1:] if "{e}" in place else weight.shape
+        targets = stored if "{e}" in place else [stored]
+        for target, name in zip(targets, files, strict=True):
+            tensor = _read_tensor(source, name, shape[::-1], config)
+            _store(target, tensor, weight.layout == "kn", f"{source.path}: tensor {name}")
+    return dataclasses.replace(weight, value=jax.device_put(stored))
+
+
+def _read_tensor(source: TensorSource, name: str, needed: tuple[int, ...], config: str) -> np.ndarray:
+    """A tensor of the shape that is needed, without NaN or infinity."""
+    shape = source.shape(name)
     if shape != needed:
         hint = "; it is transposed: files hold [out, in]" if shape == needed[::-1] else ""
         raise Eagle3Error(f"{source.path}: tensor {name} has shape {shape}; {config} needs {needed}{hint}")
@@ -180,13 +216,15 @@ def _read_weight(source: TensorSource, name: str, weight: Weight, config: str) -
         )
     tensor = source.read(name)
     check_finite(tensor, f"{source.path}: tensor {name}")
-    dtype = np.dtype(FLOAT_FORMATS[weight.format])
-    # One owned copy in its final order and dtype: a view of the mapped file would change with the file.
+    return tensor
+
+
+def _store(target: np.ndarray, tensor: np.ndarray, transposed: bool, what: str) -> None:
+    """Convert a tensor into its place."""
     with np.errstate(over="ignore"):  # refused below, by name
-        stored = np.array(tensor.T if weight.layout == "kn" else tensor, dtype, order="C")
-    if dtype.itemsize < tensor.dtype.itemsize:
-        check_finite(stored, f"{source.path}: tensor {name}, converted to {dtype},")
-    return dataclasses.replace(weight, value=jax.device_put(stored))
+        target[...] = tensor.swapaxes(-1, -2) if transposed else tensor
+    if target.dtype.itemsize < tensor.dtype.itemsize:
+        check_finite(target, f"{what}, converted to {target.dtype},")
 
 
 def check_finite(tensor: np.ndarray, what: str) -> None:

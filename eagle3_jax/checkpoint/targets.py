@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from eagle3_jax.checkpoint.families import FAMILIES, config_fields, family_of
 from eagle3_jax.checkpoint.files import map_file, read_json, refusing_io, write_json_atomic
 from eagle3_jax.checkpoint.folders import (
     atomic_folder,
@@ -17,16 +18,15 @@ from eagle3_jax.checkpoint.folders import (
     is_draft,
     read_config,
     read_eos_ids,
-    rope_fields,
 )
 from eagle3_jax.checkpoint.gguf import GGUFSource
-from eagle3_jax.checkpoint.names import FORMATS, LLAMA, abstract_params, check_dtype, load_params
+from eagle3_jax.checkpoint.names import FORMATS, abstract_params, check_dtype, load_params
 from eagle3_jax.checkpoint.orbax import is_orbax_folder, read_meta, read_params, write_params
 from eagle3_jax.checkpoint.registry import locate
 from eagle3_jax.checkpoint.tensors import TensorSource, open_checkpoint_folder
-from eagle3_jax.config import LlamaConfig, RopeConfig, parse_llama
+from eagle3_jax.config import RopeConfig
 from eagle3_jax.errors import Eagle3Error
-from eagle3_jax.models.llama import Llama
+from eagle3_jax.models.decoder import Decoder
 from eagle3_jax.models.rope import inverse_frequencies
 from eagle3_jax.quant.weight import WeightFormats
 from eagle3_jax.text import Tokenizer
@@ -40,7 +40,6 @@ _TOKENIZER_FILES = (
 )
 _GGUF_TOKENIZER_FILE = "tokenizer.gguf.json"
 _MOST_LAYERS = 10_000
-_LM_HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
 
 @dataclasses.dataclass
@@ -57,7 +56,7 @@ class Target:
     """
 
     name: str
-    model: Llama
+    model: Decoder
     params: Any = dataclasses.field(repr=False)
     tokenizer: Tokenizer | None
     eos_ids: tuple[int, ...]
@@ -100,11 +99,10 @@ def load_target(path: str | os.PathLike[str], dtype: str | None = None) -> Targe
 def _load_folder(name: str, folder: Path, dtype: str) -> Target:
     config = read_config(folder)
     _refuse_draft(folder, is_draft(config))
-    parsed = _with_dtype(parse_llama(config, str(folder / "config.json")), dtype)
+    model = _model(config, str(folder / "config.json"), dtype)
     source = open_checkpoint_folder(folder)
     _refuse_draft(folder, is_draft(config, source))
-    model = Llama(parsed)
-    tokenizer, eos_ids = _read_text(folder, config, parsed.vocab_size)
+    tokenizer, eos_ids = _read_text(folder, config, model.config.vocab_size)
     return Target(name, model, _load_weights(model, source), tokenizer, eos_ids, folder)
 
 
@@ -115,9 +113,8 @@ def _load_gguf(name: str, file: Path, dtype: str) -> Target:
     config = source.config()
     if (factors := config.pop("rope_freq_factors", None)) is not None:
         config["rope_scaling"] = _llama3_scaling(factors, config, str(file))
-    parsed = _with_dtype(parse_llama(config, str(file)), dtype)
-    model = Llama(parsed)
-    eos_ids = check_eos_ids(source.eos_ids, parsed.vocab_size, str(file))
+    model = _model(config, str(file), dtype)
+    eos_ids = check_eos_ids(source.eos_ids, model.config.vocab_size, str(file))
     tokenizer = Tokenizer.from_gguf(source.metadata, str(file))
     return Target(name, model, _load_weights(model, source), tokenizer, eos_ids, file)
 
@@ -126,11 +123,10 @@ def _load_orbax(name: str, folder: Path, dtype: str | None) -> Target:
     meta = read_meta(folder)
     _refuse_draft(folder, meta["kind"] != "target")
     config = read_config(folder)
-    parsed = parse_llama(config, str(folder / "config.json"))
-    model = Llama(_with_dtype(parsed, dtype or check_dtype(meta["dtype"])))
-    tokenizer, eos_ids = _read_text(folder, config, parsed.vocab_size)
-    if parsed.num_layers > _MOST_LAYERS:
-        raise Eagle3Error(f"{folder / 'config.json'}: {parsed.num_layers} layers are more than any model has")
+    model = _model(config, str(folder / "config.json"), dtype or check_dtype(meta["dtype"]))
+    tokenizer, eos_ids = _read_text(folder, config, model.config.vocab_size)
+    if (layers := model.config.num_layers) > _MOST_LAYERS:
+        raise Eagle3Error(f"{folder / 'config.json'}: {layers} layers are more than any model has")
     return Target(name, model, read_params(folder, abstract_params(model)), tokenizer, eos_ids, folder)
 
 
@@ -139,8 +135,12 @@ def _refuse_draft(folder: Path, draft: bool) -> None:
         raise Eagle3Error(f"{folder}: holds a draft, not a target; load it with load_draft")
 
 
-def _with_dtype(config: LlamaConfig, dtype: str) -> LlamaConfig:
-    return dataclasses.replace(config, dtype=dtype, weights=_weight_formats(config.tied, dtype))
+def _model(config: Mapping[str, Any], where: str, dtype: str) -> Decoder:
+    """The module that a config.json describes."""
+    family = family_of(config, where)
+    parsed = family.parse(config, where)
+    weights = _weight_formats(parsed.tied, dtype)
+    return family.model(dataclasses.replace(parsed, dtype=dtype, weights=weights))
 
 
 def _weight_formats(tied: bool, dtype: str) -> WeightFormats:
@@ -149,19 +149,21 @@ def _weight_formats(tied: bool, dtype: str) -> WeightFormats:
     return WeightFormats(fmt, exceptions=() if tied else (("embed/weight", fmt, "nk"),))
 
 
-def _load_weights(model: Llama, source: TensorSource) -> Any:
+def _load_weights(model: Decoder, source: TensorSource) -> Any:
     # Before the model is described, layer by layer, for as many as a damaged config names.
     if (layers := model.config.num_layers) > len(source):
         raise Eagle3Error(f"{source.path}: {len(source)} tensors cannot be the {layers} layers that the config names")
+    names = FAMILIES[model.config.family].names
+    head, embedding = names.file_name("head/weight"), names.file_name("embed/weight")
     ignored = ()
-    if model.config.tied and _LM_HEAD in source:
-        if not np.array_equal(source.read(_LM_HEAD), source.read(_EMBEDDING)):
+    if model.config.tied and head in source:
+        if not np.array_equal(source.read(head), source.read(embedding)):
             raise Eagle3Error(
-                f"{source.path}: {_LM_HEAD} differs from {_EMBEDDING}, but config.json ties them; "
+                f"{source.path}: {head} differs from {embedding}, but config.json ties them; "
                 "set tie_word_embeddings to false"
             )
-        ignored = (_LM_HEAD,)
-    return load_params(abstract_params(model), source, LLAMA, ignored)
+        ignored = (head,)
+    return load_params(abstract_params(model), source, names, ignored)
 
 
 def _read_text(folder: Path, config: Mapping[str, Any], vocab_size: int) -> tuple[Tokenizer | None, tuple[int, ...]]:
@@ -218,7 +220,7 @@ def save_target_orbax(target: Target, path: str | os.PathLike[str]) -> None:
         raise Eagle3Error(f"{path}: only float weights in their default layout can be saved with Orbax yet")
     with atomic_folder(path) as folder:
         write_params(folder, target.params, "target", config.dtype)
-        fields = _config_fields(config)
+        fields = config_fields(config)
         if target.eos_ids:
             fields["eos_token_id"] = list(target.eos_ids)
         write_json_atomic(folder / "config.json", fields)
@@ -236,26 +238,3 @@ def _copy_tokenizer(source: Path, folder: Path) -> None:
     kept = {key: value for key, value in metadata.items() if key.startswith("tokenizer.")}
     kept.pop("tokenizer.ggml.scores", None)  # unused, and may hold what JSON cannot say
     write_json_atomic(folder / _GGUF_TOKENIZER_FILE, kept)
-
-
-def _config_fields(config: LlamaConfig) -> dict[str, Any]:
-    """The config.json that `parse_llama` reads as this config."""
-    return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "vocab_size": config.vocab_size,
-        "hidden_size": config.hidden_size,
-        "intermediate_size": config.intermediate_size,
-        "num_hidden_layers": config.num_layers,
-        "num_attention_heads": config.num_heads,
-        "num_key_value_heads": config.num_kv_heads,
-        "head_dim": config.head_dim,
-        "hidden_act": "silu",
-        "rms_norm_eps": config.rms_norm_eps,
-        **rope_fields(config.rope),
-        "max_position_embeddings": config.max_position,
-        "tie_word_embeddings": config.tied,
-        "attention_bias": config.attention_bias,
-        "mlp_bias": config.mlp_bias,
-        "torch_dtype": config.dtype,
-    }

@@ -1,51 +1,51 @@
-"""Llama-style decoders."""
+"""Decoders with grouped-query attention, and the reading of Llama's config.json."""
 
 import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+from eagle3_jax.config.decoder import DecoderConfig
 from eagle3_jax.config.fields import Fields, check_unknown_fields
-from eagle3_jax.config.rope import RopeConfig, parse_rope
+from eagle3_jax.config.moe import MoEConfig
+from eagle3_jax.config.rope import parse_rope
 from eagle3_jax.errors import Eagle3Error
-from eagle3_jax.quant.weight import WeightFormats
 
 
-@dataclasses.dataclass(frozen=True)
-class LlamaConfig:
-    """A Llama-style decoder: grouped-query attention, SwiGLU, RMSNorm.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LlamaConfig(DecoderConfig):
+    """A decoder with grouped-query attention: Llama by default, others by their settings.
 
     Attributes:
-        vocab_size, hidden_size, intermediate_size, num_layers, num_heads, num_kv_heads, head_dim: sizes.
-        rms_norm_eps: epsilon inside the norms' square root.
-        rope: rotary embedding.
-        max_position: context length in tokens; a longer prompt is refused.
-        tied: the head reads the embedding's weight.
-        attention_bias: biases on q, k and v; `output_bias` on o; `mlp_bias` on the MLP's three matrices.
-        dtype: dtype of activations ("float32", "bfloat16").
-        weights: format and layout of every weight.
+        rotated: dimensions of a head that RoPE turns; None is all (MiniMax-M2 has half).
+        qk_norm: RMSNorm on queries and keys: None, "head" (over each head, Qwen3) or "joint" (over all heads
+            together, MiniMax-M2).
+        windows: of each layer, the tokens that a query sees, None for all; () is all in every layer (gpt-oss has
+            a window in every other layer).
+        sinks: a score of each head takes weight and has no value (gpt-oss).
+        attention_bias: biases on q, k and v; `output_bias` on o; `mlp_bias` on the dense MLP's three matrices.
+        moe: the experts of every layer but the `dense_layers`; None is a dense MLP everywhere.
     """
 
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    rms_norm_eps: float = 1e-5
-    rope: RopeConfig = RopeConfig()
-    max_position: int = 2048
-    tied: bool = False
+    family: str = "llama"
+    rotated: int | None = None
+    qk_norm: str | None = None
+    windows: tuple[int | None, ...] = ()
+    sinks: bool = False
     attention_bias: bool = False
     output_bias: bool = False
     mlp_bias: bool = False
-    dtype: str = "float32"
-    weights: WeightFormats = WeightFormats()
+    moe: MoEConfig | None = None
+    dense_layers: tuple[int, ...] = ()
 
     @property
     def cache_row(self) -> tuple[int, int]:
         """What the cache keeps of a token in a layer: rows (keys, then values) and their width."""
         return 2 * self.num_kv_heads, self.head_dim
+
+    @property
+    def rotary_dim(self) -> int:
+        """Dimensions of a head that the rotary embedding turns."""
+        return self.head_dim if self.rotated is None else self.rotated
 
 
 def parse_llama(config: Mapping[str, Any], where: str) -> LlamaConfig:
@@ -61,30 +61,75 @@ def parse_llama(config: Mapping[str, Any], where: str) -> LlamaConfig:
     """
     fields = Fields(config, where)
     fields.expect("architectures", [["LlamaForCausalLM"]])
-    fields.expect("hidden_act", ["silu", "swish"])
     fields.expect("sliding_window", [])
     hidden, heads = fields.size("hidden_size"), fields.size("num_attention_heads")
-    kv_heads = fields.size("num_key_value_heads", heads)
     max_position = fields.size("max_position_embeddings", 2048)
-    parsed = LlamaConfig(
-        vocab_size=fields.size("vocab_size"),
-        hidden_size=hidden,
-        intermediate_size=fields.size("intermediate_size"),
-        num_layers=fields.size("num_hidden_layers"),
-        num_heads=heads,
-        num_kv_heads=kv_heads,
-        head_dim=fields.size("head_dim", hidden // heads),
-        rms_norm_eps=fields.number("rms_norm_eps", 1e-6),
-        rope=parse_rope(fields, max_position),
-        max_position=max_position,
-        tied=fields.flag("tie_word_embeddings"),
-        attention_bias=fields.flag("attention_bias"),
-        output_bias=fields.flag("attention_bias"),
-        mlp_bias=fields.flag("mlp_bias"),
+    return checked(
+        LlamaConfig(
+            vocab_size=fields.size("vocab_size"),
+            hidden_size=hidden,
+            intermediate_size=fields.size("intermediate_size"),
+            num_layers=fields.size("num_hidden_layers"),
+            num_heads=heads,
+            num_kv_heads=fields.size("num_key_value_heads", heads),
+            head_dim=fields.size("head_dim", hidden // heads),
+            rms_norm_eps=fields.number("rms_norm_eps", 1e-6),
+            rope=parse_rope(fields, max_position),
+            max_position=max_position,
+            tied=fields.flag("tie_word_embeddings"),
+            attention_bias=fields.flag("attention_bias"),
+            output_bias=fields.flag("attention_bias"),
+            mlp_bias=fields.flag("mlp_bias"),
+        ),
+        fields,
     )
-    if heads % kv_heads:
-        raise Eagle3Error(f"{where}: {heads} heads cannot share {kv_heads} key-value heads evenly")
-    if parsed.head_dim % 2:
-        raise Eagle3Error(f"{where}: head_dim {parsed.head_dim} is odd; RoPE rotates pairs")
-    check_unknown_fields(config, fields.read, where)
-    return parsed
+
+
+def required_fields(fields: Fields, family: str, architecture: str, partial: bool = False) -> dict[str, Any]:
+    """The arguments of `LlamaConfig` that Qwen3, MiniMax-M2 and gpt-oss spell alike.
+
+    Nothing that differs between models of a family has a default: the base of RoPE, the head's width and the
+    epsilon of one revision are wrong for the next.
+
+    Args:
+        fields: the file. family, architecture: what it has to call itself. partial: as in `parse_rope`.
+
+    Raises:
+        Eagle3Error: another architecture, a missing or malformed field.
+    """
+    fields.expect("architectures", [[architecture]])
+    fields.expect("model_type", [family])
+    max_position = fields.size("max_position_embeddings")
+    return {
+        "family": family,
+        "vocab_size": fields.size("vocab_size"),
+        "hidden_size": fields.size("hidden_size"),
+        "intermediate_size": fields.size("intermediate_size"),
+        "num_layers": fields.size("num_hidden_layers"),
+        "num_heads": fields.size("num_attention_heads"),
+        "num_kv_heads": fields.size("num_key_value_heads"),
+        "head_dim": fields.size("head_dim"),
+        "rms_norm_eps": fields.number("rms_norm_eps"),
+        "rope": parse_rope(fields, max_position, None, partial),
+        "max_position": max_position,
+        "tied": fields.flag("tie_word_embeddings"),
+    }
+
+
+def checked(config: LlamaConfig, fields: Fields) -> LlamaConfig:
+    """The config, once its sizes fit each other and nothing in the file was left unread.
+
+    Raises:
+        Eagle3Error: they do not, or a field was.
+    """
+    fields.expect("hidden_act", ["silu", "swish"])
+    if config.num_heads % config.num_kv_heads:
+        raise Eagle3Error(
+            f"{fields.where}: {config.num_heads} heads cannot share {config.num_kv_heads} key-value heads evenly"
+        )
+    for name, width in (("head_dim", config.head_dim), ("rotary_dim", config.rotary_dim)):
+        if width % 2 or width > config.head_dim:
+            fault = "odd" if width % 2 else f"more than the head's {config.head_dim}"
+            raise Eagle3Error(f"{fields.where}: {name} {width} is {fault}; RoPE rotates pairs of a head's dimensions")
+    check_unknown_fields(fields.config, fields.read, fields.where)
+    return config

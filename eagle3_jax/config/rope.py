@@ -43,24 +43,30 @@ _ROPE_FIELDS = frozenset(
 )
 
 
-def parse_rope(fields: Fields, max_position: int) -> RopeConfig:
-    """Read RoPE settings: `rope_parameters`, else `rope_theta` and `rope_scaling`, else base 10000.
+def parse_rope(fields: Fields, max_position: int, theta: float | None = 10000.0, partial: bool = False) -> RopeConfig:
+    """Read RoPE settings: `rope_parameters`, else `rope_theta` and `rope_scaling`.
+
+    Args:
+        fields: the file.
+        max_position: the context length.
+        theta: base of a file without one; None demands it.
+        partial: a part of the head may stay unturned, see `parse_rotary_dim`; else that is refused.
 
     Raises:
         Eagle3Error: unknown kind, unknown field inside, or a value out of range.
     """
-    top_theta = fields.number("rope_theta", 10000.0, above=1.0)
+    top_theta = fields.get("rope_theta", theta)
+    if top_theta is not None:
+        top_theta = fields.number("rope_theta", theta, above=1.0)
     fields.expect("rope_interleaved", [False])
-    scaling = fields.get("rope_parameters", fields.get("rope_scaling", {}))
-    if not isinstance(scaling, Mapping):
-        raise Eagle3Error(f"{fields.where}: rope settings are {scaling!r:.80}; an object is needed")
-    inner = Fields(scaling, f"{fields.where}: rope settings")
-    unknown = sorted(set(scaling) - _ROPE_FIELDS)
+    inner = _inner(fields)
+    unknown = sorted(set(inner.config) - _ROPE_FIELDS)
     if unknown:
         raise Eagle3Error(f"{inner.where}: unknown field(s) {', '.join(unknown)}")
     kind = inner.get("rope_type", inner.get("type", "default"))
     theta = inner.number("rope_theta", top_theta, above=1.0)
-    inner.expect("partial_rotary_factor", [1, 1.0])
+    if not partial:
+        inner.expect("partial_rotary_factor", [1, 1.0])
     if kind == "default":
         return RopeConfig(theta=theta)
     if kind not in ("linear", "llama3", "yarn"):
@@ -97,3 +103,30 @@ def parse_rope(fields: Fields, max_position: int) -> RopeConfig:
         mscale_all_dim=inner.number("mscale_all_dim", 0.0, above=-1.0),
         truncate=inner.flag("truncate", True),
     )
+
+
+def parse_rotary_dim(fields: Fields, head_dim: int) -> int:
+    """Dimensions of a head that turn: `rotary_dim`, or `partial_rotary_factor` beside or among the RoPE settings.
+
+    Raises:
+        Eagle3Error: none of them is there, they disagree, or they name no part of the head.
+    """
+    given = set[int]()
+    if fields.get("rotary_dim") is not None:
+        given.add(fields.size("rotary_dim"))
+    for place in (fields, _inner(fields)):
+        if place.get("partial_rotary_factor") is not None:
+            given.add(round(place.number("partial_rotary_factor") * head_dim))
+    if not given:
+        raise Eagle3Error(f"{fields.where}: field rotary_dim is missing; how much of a head RoPE turns is needed")
+    if len(given) > 1:
+        raise Eagle3Error(f"{fields.where}: rotary_dim and partial_rotary_factor disagree: {sorted(given)} dimensions")
+    return given.pop()
+
+
+def _inner(fields: Fields) -> Fields:
+    """The object of RoPE settings, under either of its names."""
+    scaling = fields.get("rope_parameters", fields.get("rope_scaling", {}))
+    if not isinstance(scaling, Mapping):
+        raise Eagle3Error(f"{fields.where}: rope settings are {scaling!r:.80}; an object is needed")
+    return Fields(scaling, f"{fields.where}: rope settings")

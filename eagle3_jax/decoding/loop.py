@@ -44,9 +44,9 @@ from eagle3_jax.decoding.sampling import (
 from eagle3_jax.decoding.stats import Stats
 from eagle3_jax.errors import Eagle3Error
 from eagle3_jax.models.attention import paged_attention
+from eagle3_jax.models.decoder import Decoder
 from eagle3_jax.models.eagle3 import Eagle3
 from eagle3_jax.models.layers import apply
-from eagle3_jax.models.llama import Llama
 
 RUNNING, STOP, LENGTH, ERROR = 0, 1, 2, 3
 """Values of `finish_reason`; ERROR is a row whose logits had no finite maximum."""
@@ -107,7 +107,7 @@ class State:
 class Setup:
     """The static side of a run: what is compiled."""
 
-    target: Llama
+    target: Decoder
     drafter: Drafter
     config: GenerationConfig
 
@@ -369,7 +369,7 @@ def speculative_generate(
     keys: Array,
     sampling: Sampling,
     *,
-    target_model: Llama,
+    target_model: Decoder,
     draft_model: Eagle3 | Drafter,
     config: GenerationConfig,
 ) -> Generation:
@@ -407,7 +407,7 @@ def generate(
     keys: Array,
     sampling: Sampling,
     *,
-    model: Llama,
+    model: Decoder,
     config: GenerationConfig,
 ) -> Generation:
     """Plain decoding: the same loop without a drafter; arguments as in `speculative_generate`."""
@@ -424,7 +424,7 @@ def generate(
     )
 
 
-def _drafter(draft_model: Eagle3 | Drafter | None, target_model: Llama) -> Drafter:
+def _drafter(draft_model: Eagle3 | Drafter | None, target_model: Decoder) -> Drafter:
     """The drafter of a draft model that fits the target; None drafts nothing."""
     if draft_model is None:
         return NoDrafter()
@@ -451,7 +451,7 @@ def stream(
     keys: Array,
     sampling: Sampling,
     *,
-    target_model: Llama,
+    target_model: Decoder,
     draft_model: Eagle3 | Drafter | None,
     config: GenerationConfig,
     rounds_per_call: int = 4,

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from eagle3_jax.config import Eagle3Config, LlamaConfig
+from eagle3_jax.config import DecoderConfig, Eagle3Config
 from eagle3_jax.decoding.sampling import TRANSFORMS, Sampling, check_transforms, used_transforms
 from eagle3_jax.errors import Eagle3Error
 
@@ -82,7 +82,7 @@ class GenerationConfig:
         check_transforms(self.transforms)
 
 
-def check_pair(draft: Eagle3Config, target: LlamaConfig) -> None:
+def check_pair(draft: Eagle3Config, target: DecoderConfig) -> None:
     """Check that a draft can read a target's features and speaks its vocabulary.
 
     Raises:
@@ -98,7 +98,7 @@ def check_pair(draft: Eagle3Config, target: LlamaConfig) -> None:
 
 
 def check_request(
-    token_ids: Array, lengths: Array, sampling: Sampling, model: LlamaConfig, config: GenerationConfig
+    token_ids: Array, lengths: Array, sampling: Sampling, model: DecoderConfig, config: GenerationConfig
 ) -> None:
     """Check shapes always, and values where they are concrete (they are not under `jax.jit`).
 

@@ -26,8 +26,8 @@ from eagle3_jax.decoding.sampling import (
     truncate,
 )
 from eagle3_jax.models.attention import causal_attention
+from eagle3_jax.models.decoder import Decoder
 from eagle3_jax.models.layers import apply
-from eagle3_jax.models.llama import Llama
 
 TOLERANCE = {"float32": 1e-3, "bfloat16": 0.25, "float16": 0.05}
 """Decision margins (in logits after temperature) below which rounding may decide, by activation dtype."""
@@ -168,7 +168,7 @@ def compare(
 
 
 def decision_margin(
-    model: Llama,
+    model: Decoder,
     params: Any,
     config: GenerationConfig,
     tolerance: float,
@@ -211,7 +211,7 @@ def decision_margin(
 
 
 @partial(jax.jit, static_argnums=0)
-def _logits_at(model: Llama, params: Any, token_ids: Array, index: Array) -> Array:
+def _logits_at(model: Decoder, params: Any, token_ids: Array, index: Array) -> Array:
     """Logits float32 [1, 1, V] of the row at `index` of token_ids [1, T]."""
     positions = jnp.arange(token_ids.shape[1], dtype=jnp.int32)[None]
     out = apply(model, params, token_ids, positions, causal_attention, (None,) * model.config.num_layers)

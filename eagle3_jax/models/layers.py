@@ -52,15 +52,20 @@ def rms_norm(x: Array, weight: Array, epsilon: float) -> Array:
 
 
 class RMSNorm(nn.Module):
-    """`rms_norm` with its weight."""
+    """`rms_norm` with its weight.
+
+    Attributes:
+        axis: logical name of the dimension; the mean runs over all of it, on however many devices it lies.
+    """
 
     epsilon: float
     formats: WeightFormats
+    axis: str = "embed"
 
     @nn.compact
     def __call__(self, x: Array) -> Array:
         """[..., H] -> [..., H], in x's dtype."""
-        spec = self.formats.spec("/".join((*self.path, "weight")), (x.shape[-1],), ("embed",), fill=1.0)
+        spec = self.formats.spec("/".join((*self.path, "weight")), (x.shape[-1],), (self.axis,), fill=1.0)
         return rms_norm(x, self.param("weight", spec.init).value, self.epsilon)
 
 
@@ -85,6 +90,9 @@ class Attention(nn.Module):
     Attributes:
         qk_norm_eps: epsilon of an RMSNorm over each head of queries and keys, before they are rotated (Qwen3);
             None is no such norm.
+        joint_qk_norm: that norm runs over all heads together (MiniMax-M2).
+        window: tokens that a query sees, itself among them; None is all.
+        use_sinks: a score of each head takes weight and has no value (gpt-oss).
     """
 
     hidden_size: int
@@ -95,22 +103,33 @@ class Attention(nn.Module):
     input_bias: bool = False
     output_bias: bool = False
     qk_norm_eps: float | None = None
+    joint_qk_norm: bool = False
+    window: int | None = None
+    use_sinks: bool = False
 
     @nn.compact
     def __call__(self, x: Array, angles: tuple[Array, Array], attend: Attend, cache: Any) -> tuple[Array, Any]:
         """[B, T, K] -> ([B, T, H], new cache)."""
 
         def project(name: str, heads: int) -> Array:
-            axes = ("embed", "heads" if name == "q" else "kv_heads")
-            linear = Linear(heads * self.head_dim, self.formats, axes, self.input_bias, name=name)
-            return linear(x).reshape(*x.shape[:-1], heads, self.head_dim)
+            axis = "heads" if name == "q" else "kv_heads"
+            linear = Linear(heads * self.head_dim, self.formats, ("embed", axis), self.input_bias, name=name)
+            y = linear(x)
+            norm = None
+            if self.qk_norm_eps is not None and name != "v":
+                axis = axis if self.joint_qk_norm else "head"
+                norm = RMSNorm(self.qk_norm_eps, self.formats, axis, name=f"{name}_norm")
+            if norm is not None and self.joint_qk_norm:
+                y = norm(y)
+            y = y.reshape(*x.shape[:-1], heads, self.head_dim)
+            return y if norm is None or self.joint_qk_norm else norm(y)
 
-        q, k = project("q", self.num_heads), project("k", self.num_kv_heads)
-        if self.qk_norm_eps is not None:
-            q = RMSNorm(self.qk_norm_eps, self.formats, name="q_norm")(q)
-            k = RMSNorm(self.qk_norm_eps, self.formats, name="k_norm")(k)
-        q, k = rotate(q, angles), rotate(k, angles)
-        mixed, cache = attend(q, k, project("v", self.num_kv_heads), cache)
+        q, k = rotate(project("q", self.num_heads), angles), rotate(project("k", self.num_kv_heads), angles)
+        v, sinks = project("v", self.num_kv_heads), None
+        if self.use_sinks:
+            spec = self.formats.spec("/".join((*self.path, "sinks")), (self.num_heads,), ("heads",), fill=0.0)
+            sinks = self.param("sinks", spec.init).value
+        mixed, cache = attend(q, k, v, cache, window=self.window, sinks=sinks)
         out = Linear(self.hidden_size, self.formats, ("heads", "embed"), self.output_bias, name="o")
         return out(mixed), cache
 

@@ -1,37 +1,22 @@
-"""The Llama decoder, with taps on any point of the residual stream."""
+"""Decoders with grouped-query attention: Llama, Qwen3, MiniMax-M2, gpt-oss and what is built like them."""
 
 from typing import Any
 
 import flax.linen as nn
-import jax.numpy as jnp
-from flax import struct
 from jax import Array
 
 from eagle3_jax.config import LlamaConfig
-from eagle3_jax.models.attention import Attend, causal_attention
-from eagle3_jax.models.layers import Attention, RMSNorm, SwiGLU, VocabularyMatrix
-from eagle3_jax.models.rope import rope_angles
-
-
-@struct.dataclass
-class TargetOutput:
-    """What one pass of a target gives.
-
-    Attributes:
-        hidden: [B, T, H], residual stream after the last layer, before the final norm.
-        features: [B, T, A*H], the tapped hidden states joined low to high; A may be 0.
-        caches: one cache per layer.
-    """
-
-    hidden: Array
-    features: Array
-    caches: tuple
+from eagle3_jax.models.attention import Attend
+from eagle3_jax.models.decoder import Decoder
+from eagle3_jax.models.layers import Attention, RMSNorm, SwiGLU
+from eagle3_jax.models.moe import MoE
 
 
 class DecoderLayer(nn.Module):
     """One pre-norm decoder layer."""
 
     config: LlamaConfig
+    index: int
 
     @nn.compact
     def __call__(self, x: Array, angles: tuple[Array, Array], attend: Attend, cache: Any) -> tuple[Array, Any]:
@@ -46,67 +31,27 @@ class DecoderLayer(nn.Module):
             c.weights,
             c.attention_bias,
             c.output_bias,
+            qk_norm_eps=c.rms_norm_eps if c.qk_norm else None,
+            joint_qk_norm=c.qk_norm == "joint",
+            window=c.windows[self.index] if c.windows else None,
+            use_sinks=c.sinks,
             name="attention",
         )
         mixed, cache = attention(normed, angles, attend, cache)
         x = x + mixed
         normed = RMSNorm(c.rms_norm_eps, c.weights, name="mlp_norm")(x)
-        mlp = SwiGLU(c.hidden_size, c.intermediate_size, c.weights, c.mlp_bias, name="mlp")
+        if c.moe is None or self.index in c.dense_layers:
+            mlp = SwiGLU(c.hidden_size, c.intermediate_size, c.weights, c.mlp_bias, name="mlp")
+        else:
+            mlp = MoE(c.moe, c.weights, name="mlp")
         return x + mlp(normed), cache
 
 
-class Llama(nn.Module):
-    """A Llama target. Apply with `method="logits"` for the head.
+class Llama(Decoder):
+    """A target with grouped-query attention."""
 
-    Layers are unrolled: scanning stacked layers copies every layer's weights each step on CPU.
-    """
+    config: LlamaConfig  # pyright: ignore[reportIncompatibleVariableOverride]
 
-    config: LlamaConfig
-
-    def setup(self) -> None:
-        """Declare the submodules; their names are the parameter tree."""
-        c = self.config
-        self.embed = VocabularyMatrix(c.hidden_size, c.vocab_size, c.weights)
-        self.layers = [DecoderLayer(c) for _ in range(c.num_layers)]
-        self.final_norm = RMSNorm(c.rms_norm_eps, c.weights)
-        if not c.tied:
-            self.head = VocabularyMatrix(c.hidden_size, c.vocab_size, c.weights)
-
-    def __call__(
-        self,
-        token_ids: Array,
-        positions: Array,
-        attend: Attend,
-        caches: tuple,
-        taps: tuple[int, ...] = (),
-    ) -> TargetOutput:
-        """Run the decoder.
-
-        Args:
-            token_ids: int32 [B, T]. positions: int32 [B, T].
-            attend: how queries meet keys, e.g. `paged_attention(step)`.
-            caches: one cache per layer, as `attend` takes it.
-            taps: indices k of hidden states hs[k] (residual stream after k layers) to return.
-        """
-        c = self.config
-        x = self.embed().outputs(token_ids).astype(c.dtype)
-        angles = rope_angles(c.rope, c.head_dim, positions)
-        stream, new_caches = [x], []
-        for layer, cache in zip(self.layers, caches, strict=True):
-            x, cache = layer(x, angles, attend, cache)
-            stream.append(x)
-            new_caches.append(cache)
-        tapped = [stream[k] for k in taps]
-        features = jnp.concatenate(tapped, axis=-1) if tapped else jnp.zeros((*token_ids.shape, 0), c.dtype)
-        return TargetOutput(x, features, tuple(new_caches))
-
-    def logits(self, hidden: Array) -> Array:
-        """Vocabulary logits of hidden states before the final norm: [..., H] -> float32 [..., V]."""
-        normed = self.final_norm(hidden)
-        head = self.embed() if self.config.tied else self.head()
-        return head.matmul(normed).astype(jnp.float32)
-
-    def describe(self, token_ids: Array) -> Array:
-        """Touch every weight once: the method `init` and `jax.eval_shape` trace for the weight tree."""
-        out = self(token_ids, jnp.zeros_like(token_ids), causal_attention, (None,) * self.config.num_layers)
-        return self.logits(out.hidden)
+    def layer(self, index: int) -> nn.Module:
+        """The layer at `index`."""
+        return DecoderLayer(self.config, index)

@@ -49,26 +49,34 @@ def _yarn(rope: RopeConfig, inverse: np.ndarray, head_dim: int) -> np.ndarray:
     return inverse / rope.factor * interpolated + inverse * (1 - interpolated)
 
 
-def _yarn_factor(rope: RopeConfig) -> float:
-    def temperature(mscale: float) -> float:
-        return 1.0 if rope.factor <= 1 else 0.1 * mscale * math.log(rope.factor) + 1.0
+def yarn_temperature(factor: float, mscale: float) -> float:
+    """What YaRN multiplies queries and keys by when the context grows by `factor` (section 3.4)."""
+    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
 
+
+def _yarn_factor(rope: RopeConfig) -> float:
     if rope.attention_factor is not None:
         return rope.attention_factor
     if rope.mscale and rope.mscale_all_dim:
-        return temperature(rope.mscale) / temperature(rope.mscale_all_dim)
-    return temperature(1.0)
+        return yarn_temperature(rope.factor, rope.mscale) / yarn_temperature(rope.factor, rope.mscale_all_dim)
+    return yarn_temperature(rope.factor, 1.0)
 
 
-def rope_angles(rope: RopeConfig, head_dim: int, positions: Array) -> tuple[Array, Array]:
-    """Cos and sin of each position's rotation: int32 [B, T] -> two float32 [B, T, 1, head_dim / 2]."""
-    inverse, factor = inverse_frequencies(rope, head_dim)
+def rope_angles(rope: RopeConfig, rotary_dim: int, positions: Array) -> tuple[Array, Array]:
+    """Cos and sin of each position's rotation: int32 [B, T] -> two float32 [B, T, 1, rotary_dim / 2]."""
+    inverse, factor = inverse_frequencies(rope, rotary_dim)
     angles = positions.astype(jnp.float32)[..., None, None] * inverse
     return jnp.cos(angles) * np.float32(factor), jnp.sin(angles) * np.float32(factor)
 
 
 def rotate(x: Array, angles: tuple[Array, Array]) -> Array:
-    """Rotate pairs (i, i + D/2) of x [B, T, N, D] by the angles of `rope_angles`; dtype kept."""
+    """Rotate the first dimensions of x [B, T, N, D], as many as `angles` are for; dtype kept.
+
+    Pairs are (i, i + R/2) of the R = 2 * angles.shape[-1] dimensions that turn; the others pass through.
+    """
     cos, sin = angles
-    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
+    half = cos.shape[-1]
+    wide = x.astype(jnp.float32)
+    first, second, rest = wide[..., :half], wide[..., half : 2 * half], wide[..., 2 * half :]
+    turned = [first * cos - second * sin, second * cos + first * sin, rest]
+    return jnp.concatenate(turned, axis=-1).astype(x.dtype)

@@ -3,7 +3,7 @@
 A model declares each weight once, as a `WeightSpec`. `jax.eval_shape` of the model's `init` then is the
 description that loading, sharding, quantising and exporting map over.
 
-Dimension letters: K contracting (input) width, N output width, M rows of activations.
+Dimension letters: E experts, K contracting (input) width, N output width, M rows of activations.
 """
 
 import dataclasses
@@ -26,11 +26,12 @@ class Weight:
     """A stored weight. A pytree node: `value` and `scale` are leaves, the rest is static.
 
     Attributes:
-        value: stored elements; [K, N] or [N, K] for a matrix (see `layout`), [N] for a vector.
+        value: stored elements; [K, N] or [N, K] for a matrix (see `layout`), [N] for a vector. Weights of E
+            experts are stacked in front: [E, K, N], [E, N, K], [E, N].
         scale: multiplier of the stored elements for narrow formats, else None.
         format: key of the number format, e.g. "f32" or "bf16".
         layout: "kn" keeps the contracting dimension first, "nk" last (as PyTorch stores it), "n" is a vector.
-        axes: logical names of the logical dimensions ((K, N) or (N,)), whatever the layout.
+        axes: logical names of the dimensions of `shape`, whatever the layout; a stack's first is "experts".
     """
 
     value: Array
@@ -41,8 +42,13 @@ class Weight:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Logical shape: (K, N) for a matrix, (N,) for a vector."""
-        return self.value.shape[::-1] if self.layout == "nk" else self.value.shape
+        """Logical shape: (K, N) for a matrix, (N,) for a vector, with E before them for a stack."""
+        return _swapped(self.value.shape) if self.layout == "nk" else self.value.shape
+
+    def expert(self, index: Array | int) -> "Weight":
+        """One expert's weight out of a stack: nothing of the other experts is read."""
+        one = jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, index, keepdims=False), self)
+        return dataclasses.replace(one, axes=self.axes[1:])
 
     def matmul(self, x: Array) -> Array:
         """Multiply activations by the weight: [..., K] -> [..., N], accumulated in float32, in x's dtype."""
@@ -70,8 +76,8 @@ class WeightSpec:
     """The declaration of one weight: logical shape, format, layout, logical axes.
 
     Attributes:
-        shape: (K, N) for a matrix, (N,) for a vector.
-        axes: one logical axis name for each dimension of `shape`.
+        shape: (K, N) for a matrix, (N,) for a vector; (E, K, N) and (E, N) for those of E experts.
+        axes: one logical axis name for each dimension of `shape`; the first of a stack is "experts".
         format: number format, a key of `FLOAT_FORMATS`.
         layout: "kn" or "nk" for a matrix, "n" for a vector.
         fill: constant initial value (norms start at 1); None draws a scaled normal.
@@ -89,11 +95,12 @@ class WeightSpec:
             known = ", ".join(FLOAT_FORMATS)
             raise Eagle3Error(f"weight format {self.format!r} is not known; known formats are {known}")
         dtype = FLOAT_FORMATS[self.format]
-        stored = self.shape[::-1] if self.layout == "nk" else self.shape
+        stored = _swapped(self.shape) if self.layout == "nk" else self.shape
         if self.fill is not None:
             value = jnp.full(stored, self.fill, dtype)
         else:
-            value = (jax.random.normal(key, stored, jnp.float32) / math.sqrt(self.shape[0])).astype(dtype)
+            width = self.shape[-1] if self.layout == "n" else self.shape[-2]
+            value = (jax.random.normal(key, stored, jnp.float32) / math.sqrt(width)).astype(dtype)
         return Weight(value, None, self.format, self.layout, self.axes)
 
 
@@ -119,9 +126,14 @@ class WeightFormats:
         for name, fmt, layout in self.exceptions:
             if name == path:
                 return WeightSpec(shape, axes, fmt, layout, fill)
-        if len(shape) == 1:
+        if len(shape) - (axes[0] == "experts") < 2:
             return WeightSpec(shape, axes, self.vector_format, "n", fill)
         return WeightSpec(shape, axes, self.format, self.layout, fill)
+
+
+def _swapped(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape with its last two dimensions exchanged."""
+    return (*shape[:-2], shape[-1], shape[-2])
 
 
 def is_weight(node: Any) -> bool:

@@ -22,8 +22,8 @@ from jax import Array, lax
 from eagle3_jax.checkpoint.files import atomic_file, refusing_io
 from eagle3_jax.checkpoint.targets import Target
 from eagle3_jax.models.attention import Expand
+from eagle3_jax.models.decoder import Decoder
 from eagle3_jax.models.eagle3 import shared_weights
-from eagle3_jax.models.llama import Llama
 from eagle3_jax.quant.weight import Weight
 from eagle3_jax.training.data import PackedRows, check_vocabulary, loss_mask
 from eagle3_jax.training.loss import Batch, ttt_attention
@@ -67,7 +67,7 @@ def restrict_head(target: Target, target_ids: np.ndarray) -> tuple[RestrictedHea
     columns = head.outputs(jnp.asarray(target_ids)).T
     weight = Weight(columns, None, head.format, "kn", head.axes)
     params = {"final_norm": target.params["final_norm"], "head": {"weight": weight}}
-    return RestrictedHead(Llama(config)), params
+    return RestrictedHead(target.model.clone(config=config)), params
 
 
 def make_batch(rows: Rows, restricted: RestrictedHead, head_params: Any, dtype: str) -> Batch:
@@ -85,7 +85,7 @@ def make_batch(rows: Rows, restricted: RestrictedHead, head_params: Any, dtype: 
 
 @partial(jax.jit, static_argnames=("model", "taps"))
 def target_states(
-    model: Llama, params: Any, tokens: Array, segment_ids: Array, positions: Array, taps: tuple[int, ...]
+    model: Decoder, params: Any, tokens: Array, segment_ids: Array, positions: Array, taps: tuple[int, ...]
 ) -> tuple[Array, Array, Array]:
     """Run the target over packed rows int32 [B, L].
 

@@ -9,14 +9,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from eagle3_jax.config import Eagle3Config, LlamaConfig, RopeConfig
+from eagle3_jax.config import DecoderConfig, Eagle3Config, RopeConfig
 from eagle3_jax.errors import Eagle3Error
 from eagle3_jax.models.eagle3 import Eagle3, shared_weights
 from eagle3_jax.quant.weight import Weight
 
 
 def draft_config(
-    target: LlamaConfig,
+    target: DecoderConfig,
     draft_vocab_size: int,
     taps: tuple[int, ...] | None = None,
     intermediate_size: int = 0,

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 from loading import TARGETS, Edit, change, drop, edited, poison, put, target, tensors_of
 
-from eagle3_jax.checkpoint.names import EAGLE3, LLAMA, abstract_params, named_weights
+from eagle3_jax.checkpoint.families import FAMILIES
+from eagle3_jax.checkpoint.names import EAGLE3, abstract_params, named_weights
 from eagle3_jax.checkpoint.targets import _llama3_scaling, default_dtype, load_target
 from eagle3_jax.errors import Eagle3Error
 
@@ -26,8 +27,8 @@ def refused(path: Path | str, match: str, dtype: str | None = None) -> None:
 
 
 def test_file_names_of_tree_paths() -> None:
-    assert LLAMA.file_name("layers_12/attention/q/bias") == "model.layers.12.self_attn.q_proj.bias"
-    assert LLAMA.file_name("embed/weight") == "model.embed_tokens.weight"
+    assert FAMILIES["llama"].names.file_name("layers_12/attention/q/bias") == "model.layers.12.self_attn.q_proj.bias"
+    assert FAMILIES["llama"].names.file_name("embed/weight") == "model.embed_tokens.weight"
     assert EAGLE3.file_name("fc_norms_2/weight") == "fc_norm.2.weight"
     assert EAGLE3.file_name("mlp/gate/weight") == "midlayer.mlp.gate_proj.weight"
 
@@ -37,7 +38,7 @@ def test_every_tensor_arrives_transposed_or_as_it_is(folder: Path) -> None:
     files, loaded = tensors_of(folder), named_weights(target(folder.name).params)
     assert len(loaded) == len(files)
     for path, weight in loaded.items():
-        stored = files[LLAMA.file_name(path)]
+        stored = files[FAMILIES["llama"].names.file_name(path)]
         assert weight.shape == stored.shape[::-1]
         value = stored.T if weight.layout == "kn" else stored
         np.testing.assert_array_equal(np.asarray(weight.value), value, err_msg=path)

@@ -48,6 +48,31 @@ def test_the_logical_shape_does_not_depend_on_the_layout(layout: str) -> None:
 
 
 @pytest.mark.parametrize("layout", ["kn", "nk"])
+def test_one_expert_comes_out_of_a_stack(layout: str) -> None:
+    stack = np.stack([MATRIX, 2 * MATRIX, -MATRIX])
+    value = stack.swapaxes(1, 2) if layout == "nk" else stack
+    weight = Weight(jnp.asarray(value), jnp.arange(3.0), "f32", layout, ("experts", "embed", "mlp"))
+    assert weight.shape == (3, 5, 7)
+    one = weight.expert(jnp.int32(1))
+    assert (one.shape, one.axes, one.layout, one.scale) == ((5, 7), ("embed", "mlp"), layout, 1.0)
+    x = RNG.standard_normal((2, 5)).astype(np.float32)
+    np.testing.assert_allclose(one.matmul(jnp.asarray(x)), 2 * x.astype(np.float64) @ MATRIX, atol=1e-5)
+
+
+def test_a_stack_is_declared_like_its_members() -> None:
+    formats = WeightFormats("bf16", "nk", "f32")
+    matrix = formats.spec("experts/up/weight", (8, 400, 100), ("experts", "embed", "mlp"))
+    bias = formats.spec("experts/up/bias", (8, 100), ("experts", "mlp"), fill=0.0)
+    router = formats.spec("router/correction", (8,), ("experts",), fill=0.0)
+    assert (matrix.format, matrix.layout, bias.format, bias.layout) == ("bf16", "nk", "f32", "n")
+    assert (router.format, router.layout) == ("f32", "n")
+    drawn = matrix.init(jax.random.key(0))
+    assert drawn.value.shape == (8, 100, 400) and drawn.shape == (8, 400, 100)
+    # Each member is scaled by its own contracting width, as it would be alone.
+    assert abs(float(jnp.std(drawn.value.astype(jnp.float32))) - 400**-0.5) < 1e-3
+
+
+@pytest.mark.parametrize("layout", ["kn", "nk"])
 def test_narrow_weights_take_the_activations_dtype_and_sum_in_float32(layout: str) -> None:
     x = jnp.asarray(RNG.standard_normal((2, 5)), jnp.float32)
     narrow = np.asarray(MATRIX, jnp.bfloat16).astype(np.float64)
