@@ -1,6 +1,8 @@
 """Frozen, hashable configurations and the strict reading of Hugging Face config.json files."""
 
 from eagle3_jax.config.decoder import DecoderConfig as DecoderConfig
+from eagle3_jax.config.deepseek import DeepseekConfig as DeepseekConfig
+from eagle3_jax.config.deepseek import parse_deepseek_v3 as parse_deepseek_v3
 from eagle3_jax.config.eagle3 import Eagle3Config as Eagle3Config
 from eagle3_jax.config.fields import Fields as Fields
 from eagle3_jax.config.fields import check_unknown_fields as check_unknown_fields

@@ -151,9 +151,9 @@ def _grouped(q: Array, k: Array, scale: float | None) -> Array:
     """Scaled queries by key-value head: [B, T, N, D] -> [B, N/G, G, T, D]."""
     batch, length, heads, width = q.shape
     grouped = q.reshape(batch, length, k.shape[2], heads // k.shape[2], width).transpose(0, 2, 3, 1, 4)
-    scale = width**-0.5 if scale is None else scale
-    # In float32: a scale rounded to bfloat16 would be off in every score by the same factor.
-    return (grouped.astype(jnp.float32) * scale).astype(q.dtype)
+    factor = width**-0.5 if scale is None else scale
+    # In float32: a factor rounded to bfloat16 would be off in every score alike.
+    return (grouped.astype(jnp.float32) * factor).astype(q.dtype)
 
 
 def _attend_chunk(queries: Array, k: Array, v: Array, visible: Array) -> tuple[Array, Array, Array]:

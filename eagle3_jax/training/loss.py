@@ -153,8 +153,8 @@ def ttt_attention(segment_ids: Array) -> Attend:
             stacked = jnp.stack(pairs).transpose(1, 3, 0, 2, 4)
             return stacked.reshape(batch * kv_heads, len(pairs), length, -1)
 
-        scale = width**-0.5 if scale is None else scale
-        queries = (q * jnp.asarray(scale, q.dtype)).reshape(batch, length, kv_heads, -1, width)
+        factor = width**-0.5 if scale is None else scale
+        queries = (q.astype(jnp.float32) * factor).astype(q.dtype).reshape(batch, length, kv_heads, -1, width)
         queries = queries.transpose(0, 2, 3, 1, 4).reshape(batch * kv_heads, -1, length, width)
         keys, values = by_head([k for k, _ in cache]), by_head([v for _, v in cache])
         if sinks is not None:
