@@ -86,7 +86,8 @@ def _block_product(x: Array, token_scale: Array, codes: Array, scale: Array) -> 
 
     whole, rest = divmod(width, fp8.BLOCK)
     y = jnp.zeros((x.shape[0], outputs), jnp.float32)
-    y = lax.fori_loop(0, whole, lambda block, y: y + part(block, fp8.BLOCK), y)
+    if whole:
+        y = lax.fori_loop(0, whole, lambda block, y: y + part(block, fp8.BLOCK), y)
     return y + part(whole, rest) if rest else y
 
 

@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 
 from eagle3_jax.errors import Eagle3Error
-from eagle3_jax.quant.weight import FLOAT_FORMATS, Weight, WeightFormats, WeightSpec, is_weight, weight_bytes
+from eagle3_jax.quant.formats import FLOAT_FORMATS, NARROW_FORMATS
+from eagle3_jax.quant.products import modes_of
+from eagle3_jax.quant.weight import Weight, WeightFormats, WeightSpec, formats_of, is_weight, weight_bytes
 
 RNG = np.random.default_rng(0)
 MATRIX = RNG.standard_normal((5, 7)).astype(np.float32)
@@ -51,10 +53,10 @@ def test_the_logical_shape_does_not_depend_on_the_layout(layout: str) -> None:
 def test_one_expert_comes_out_of_a_stack(layout: str) -> None:
     stack = np.stack([MATRIX, 2 * MATRIX, -MATRIX])
     value = stack.swapaxes(1, 2) if layout == "nk" else stack
-    weight = Weight(jnp.asarray(value), jnp.arange(3.0), "f32", layout, ("experts", "embed", "mlp"))
+    weight = Weight(jnp.asarray(value), None, "f32", layout, ("experts", "embed", "mlp"))
     assert weight.shape == (3, 5, 7)
     one = weight.expert(jnp.int32(1))
-    assert (one.shape, one.axes, one.layout, one.scale) == ((5, 7), ("embed", "mlp"), layout, 1.0)
+    assert (one.shape, one.axes, one.layout) == ((5, 7), ("embed", "mlp"), layout)
     x = RNG.standard_normal((2, 5)).astype(np.float32)
     np.testing.assert_allclose(one.matmul(jnp.asarray(x)), 2 * x.astype(np.float64) @ MATRIX, atol=1e-5)
 
@@ -171,3 +173,71 @@ def test_weight_bytes_counts_elements_times_width_of_real_and_abstract_trees() -
     tree = {"a": stored("kn", "bf16"), "b": {"c": jnp.zeros((3, 2), jnp.float32), "d": jnp.zeros(5, jnp.int8)}}
     assert weight_bytes(tree) == 5 * 7 * 2 + 3 * 2 * 4 + 5
     assert weight_bytes(jax.eval_shape(lambda: tree)) == weight_bytes(tree)
+
+
+# Narrow weights
+
+NARROW = RNG.standard_normal((2, 24, 64)).astype(np.float32)
+"""[E, N, K]."""
+
+
+def narrow(format: str, activations: str = "wide", stacked: bool = False) -> Weight:
+    codes, scale = map(jnp.asarray, NARROW_FORMATS[format].encode(NARROW if stacked else NARROW[0]))
+    return Weight(codes, scale, format, "nk", ("experts", "embed", "mlp")[not stacked :], None, activations)
+
+
+@pytest.mark.parametrize("format", ["fp8_tensor", "fnuz_channel", "fp8_block", "mxfp4", "int4"])
+def test_a_narrow_weight_multiplies_and_is_looked_up_as_its_wide_values(format: str) -> None:
+    weight = narrow(format, stacked=True)
+    assert weight.shape == (2, 64, 24)
+    fmt = NARROW_FORMATS[format]
+    wide = fmt.decode(*fmt.encode(NARROW)).astype(np.float64)
+    one = jax.jit(lambda w, i: w.expert(i))(weight, 1)
+    assert (one.shape, one.axes) == ((64, 24), ("embed", "mlp"))
+    x = RNG.standard_normal((3, 64)).astype(np.float32)
+    np.testing.assert_allclose(jax.jit(Weight.matmul)(one, x), x @ wide[1].T, atol=2e-5)
+    assert jax.eval_shape(one.matmul, jnp.asarray(x, jnp.bfloat16)).dtype == jnp.bfloat16
+    np.testing.assert_array_equal(one.outputs(jnp.asarray([23, 0], jnp.int32)), wide[1][[23, 0]])
+
+
+@pytest.mark.parametrize("format", ["fp8_channel", "fp8_block", "mxfp4"])
+def test_fake_quantised_activations_of_a_wide_weight_give_the_narrow_product(format: str) -> None:
+    fmt, mode = NARROW_FORMATS[format], modes_of(format)[0]
+    wide = Weight(jnp.asarray(fmt.decode(*fmt.encode(NARROW[0])).T), axes=("embed", "mlp"), activations=mode)
+    x = jnp.asarray(RNG.standard_normal((3, 64)), jnp.float32)
+    got, want = (jax.jit(Weight.matmul)(weight, x) for weight in (wide, narrow(format, mode)))
+    np.testing.assert_allclose(got, want, atol=2e-5)
+    plain = dataclasses.replace(wide, activations="wide").matmul(x)
+    assert np.abs(np.asarray(got - plain)).max() > 1e-2
+
+
+@pytest.mark.parametrize("format", NARROW_FORMATS)
+@pytest.mark.parametrize("stack", [(), (3,)])
+def test_a_narrow_declaration_describes_what_encoding_gives(format: str, stack: tuple[int, ...]) -> None:
+    axes = ("experts", "embed", "mlp")[not stack :]
+    spec = WeightSpec((*stack, 160, 130), axes, format, "nk", activations="wide")
+    described = jax.eval_shape(spec.init, jax.random.key(0))
+    codes, scale = NARROW_FORMATS[format].encode(np.zeros((*stack, 130, 160), np.float32))
+    assert described.shape == spec.shape
+    assert [(x.shape, x.dtype) for x in jax.tree.leaves(described)] == [(x.shape, x.dtype) for x in (codes, scale)]
+
+
+def test_formats_of_a_tree_describe_it_again() -> None:
+    base = WeightFormats("bf16", "nk", exceptions=(("gone/weight", "f32", "kn"),))
+    params = {
+        "norm": {"weight": base.spec("norm/weight", (4,), ("embed",), 1.0).init(jax.random.key(0))},
+        "plain": {"weight": base.spec("plain/weight", (4, 6), ("embed", "mlp")).init(jax.random.key(0))},
+        "up": {"weight": narrow("fp8_channel", "fp8_token")},
+        "down": {"weight": dataclasses.replace(stored("kn"), activations="fp8_static")},
+    }
+    formats = formats_of(params, base)
+    assert dataclasses.replace(formats, exceptions=(), activations=()) == WeightFormats("bf16", "nk")
+    assert dict((path, rest) for path, *rest in formats.exceptions) == {
+        "up/weight": ["fp8_channel", "nk"],
+        "down/weight": ["f32", "kn"],
+    }
+    spec = formats.spec("up/weight", (64, 24), ("embed", "mlp"))
+    again = jax.eval_shape(spec.init, jax.random.key(0))
+    assert jax.tree.structure(again) == jax.tree.structure(params["up"]["weight"])
+    down = jax.eval_shape(formats.spec("down/weight", (5, 7), ("embed", "vocab")).init, jax.random.key(0))
+    assert down.activations == "fp8_static" and down.input_scale is not None and down.input_scale.shape == (1,)
