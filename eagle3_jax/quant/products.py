@@ -10,6 +10,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array, lax
 
+from eagle3_jax.errors import Eagle3Error
 from eagle3_jax.quant import fp8, mxfp4
 from eagle3_jax.quant.activations import quantize_activations
 from eagle3_jax.quant.formats import NARROW_FORMATS, NarrowFormat
@@ -53,6 +54,32 @@ def modes_of(format: str) -> tuple[str, ...]:
     if NARROW_FORMATS[format].dtype in (fp8.E4M3FN, fp8.E4M3FNUZ):
         return "fp8_token", "fp8_static", "wide"
     return ("mxfp4", "mxfp8", "wide") if format == "mxfp4" else ("wide",)
+
+
+WISHES = (None, "wide", "fake_quant", "mxfp8")
+"""What a caller may ask of the activations of narrow weights, see `chosen_mode`."""
+
+
+def chosen_mode(format: str, wish: str | None, narrow: bool, static: bool = False) -> str:
+    """The activation mode of a weight.
+
+    Args:
+        format: key of the narrow format that the weight has or was widened from.
+        wish: None: a card's own mode for FP8 weights kept narrow, else wide. "wide": always wide. "fake_quant": a
+            card's own mode, also where the weight was widened. "mxfp8": the same, with MXFP8 for MXFP4 weights.
+        narrow: whether the weight stays narrow. static: whether it came with a calibrated scale.
+
+    Raises:
+        Eagle3Error: another wish.
+    """
+    if wish not in WISHES:
+        raise Eagle3Error(f"activations {wish!r} are not known; use None, 'wide', 'fake_quant' or 'mxfp8'")
+    own, *others = modes_of(format)
+    if static and "fp8_static" in others:
+        own = "fp8_static"
+    if wish == "wide" or (wish is None and not (narrow and own.startswith("fp8"))):
+        return "wide"
+    return wish if wish in others else own
 
 
 def _dot(x: Array, matrix: Array) -> Array:

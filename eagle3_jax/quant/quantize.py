@@ -1,0 +1,124 @@
+"""Quantising weights and trees of them, and back; on the host, exactly.
+
+Source: Quark's schemes ptpc_fp8, fp8 and mxfp4; DeepSeek-V3 (arXiv 2412.19437), section 3.3, for blocks;
+compressed-tensors' symmetric groups for int4.
+"""
+
+import dataclasses
+import re
+from collections.abc import Collection
+from typing import Any
+
+import jax
+import numpy as np
+
+from eagle3_jax.errors import Eagle3Error
+from eagle3_jax.quant.formats import FLOAT_FORMATS, NARROW_FORMATS, check_format
+from eagle3_jax.quant.products import chosen_mode
+from eagle3_jax.quant.weight import Weight, is_weight, tree_path
+
+SCHEMES = {
+    "ptpc_fp8": "fp8_channel",
+    "fp8": "fp8_tensor",
+    "fp8_block": "fp8_block",
+    "mxfp4": "mxfp4",
+    "int4": "int4",
+}
+"""Names of schemes and the format of each one's matrices."""
+
+KEPT = (r"embed", r"head", r"fc", r"(.*/)?(router|k_b|v_b)")
+"""Modules that stay as they are by default: what maps to and from the vocabulary, a draft's fc, routers, and what
+latent attention multiplies head by head."""
+
+
+def quantize_tree(params: Any, scheme: str, exclude: Collection[str] = KEPT, activations: str | None = None) -> Any:
+    """Quantise a weight, or every matrix of a parameter tree.
+
+    The model that uses the tree must be told: its config's `weights` are then
+    `eagle3_jax.quant.weight.formats_of(params, config.weights)`.
+
+    Args:
+        params: a `Weight` or a tree of them, wide.
+        scheme: a key of `SCHEMES`.
+        exclude: regular expressions; a module whose whole path in the tree, e.g. "layers_3/mlp/down", matches one
+            stays as it is.
+        activations: how those of the narrow weights are rounded, see `eagle3_jax.quant.products.chosen_mode`.
+
+    Returns:
+        The same tree with narrow weights.
+
+    Raises:
+        Eagle3Error: an unknown scheme or wish, a malformed pattern, a weight that is narrow already, holds NaN or
+            infinity, or has a width that the format cannot group.
+
+    Example:
+        >>> narrow = quantize_tree(Weight(jnp.ones((64, 8))), "mxfp4")  # doctest: +SKIP
+        >>> narrow.value.shape, narrow.scale.shape  # doctest: +SKIP
+        ((8, 32), (8, 2))
+    """
+    if scheme not in SCHEMES:
+        raise Eagle3Error(f"scheme {scheme!r} is not known; use {', '.join(SCHEMES)}")
+    format = SCHEMES[scheme]
+    mode = chosen_mode(format, activations, narrow=True)
+    try:
+        patterns = [re.compile(pattern) for pattern in exclude]
+    except re.error as error:
+        raise Eagle3Error(f"exclude {error.pattern!r} is no regular expression: {error}") from error
+
+    def narrowed(keys: tuple[Any, ...], leaf: Any) -> Any:
+        path = tree_path(keys)
+        module = path.removesuffix("/weight")
+        if not is_weight(leaf) or leaf.layout == "n" or any(pattern.fullmatch(module) for pattern in patterns):
+            return leaf
+        return _quantized(leaf, format, mode, path or "the weight")
+
+    return jax.tree_util.tree_map_with_path(narrowed, params, is_leaf=is_weight)
+
+
+def dequantize_tree(params: Any, format: str = "f32", layout: str = "kn") -> Any:
+    """Make every narrow weight of a tree, or the one given, wide again; wide ones stay as they are.
+
+    Activations are rounded as before: a dequantised tree computes what the narrow one does.
+
+    Args:
+        params: a `Weight` or a tree of them.
+        format: float format of the wide weights, a key of `FLOAT_FORMATS`.
+        layout: theirs, "kn" or "nk".
+
+    Raises:
+        Eagle3Error: a format that is not wide.
+    """
+    check_format(format)
+    if format not in FLOAT_FORMATS:
+        raise Eagle3Error(f"format {format!r} is narrow; dequantise to {', '.join(FLOAT_FORMATS)}")
+
+    def widened(leaf: Any) -> Any:
+        if not is_weight(leaf) or leaf.scale is None:
+            return leaf
+        wide = wide_values(leaf)
+        value = np.array(wide.swapaxes(-1, -2) if layout == "kn" else wide, FLOAT_FORMATS[format], order="C")
+        return dataclasses.replace(leaf, value=jax.device_put(value), scale=None, format=format, layout=layout)
+
+    return jax.tree.map(widened, params, is_leaf=is_weight)
+
+
+def wide_values(weight: Weight) -> np.ndarray:
+    """The values of a matrix, narrow or not: float32 [..., N, K], on the host."""
+    value = np.asarray(weight.value)
+    if weight.scale is not None:
+        return NARROW_FORMATS[weight.format].decode(value, np.asarray(weight.scale))
+    return np.asarray(value.swapaxes(-1, -2) if weight.layout == "kn" else value, np.float32)
+
+
+def _quantized(weight: Weight, format: str, mode: str, what: str) -> Weight:
+    if weight.scale is not None:
+        raise Eagle3Error(f"{what} is stored as {weight.format} already; dequantise it first")
+    matrix, narrow = wide_values(weight), NARROW_FORMATS[format]
+    if not np.isfinite(matrix).all():
+        raise Eagle3Error(f"{what} holds NaN or infinity; only finite weights can be quantised")
+    if not narrow.fits(matrix.shape):
+        raise Eagle3Error(
+            f"{what} takes {matrix.shape[-1]} inputs, no multiple of {narrow.columns}; exclude it from {format}"
+        )
+    codes, scale = narrow.encode(matrix)
+    return Weight(jax.device_put(codes), jax.device_put(scale), format, "nk", weight.axes, None, mode)
