@@ -4,23 +4,27 @@ Adding a family is one entry of `FAMILIES`.
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from typing import Any
 
+from eagle3_jax.checkpoint.deepseek import deepseek_fields, deepseek_names
 from eagle3_jax.checkpoint.folders import rope_fields
 from eagle3_jax.checkpoint.names import Fused, KeyMap, layer_names
 from eagle3_jax.config import (
     DecoderConfig,
     LlamaConfig,
     MoEConfig,
+    parse_deepseek_v3,
     parse_gpt_oss,
     parse_llama,
     parse_minimax_m2,
     parse_qwen3,
     parse_qwen3_moe,
 )
+from eagle3_jax.config.deepseek import WRAPPERS
 from eagle3_jax.errors import Eagle3Error
 from eagle3_jax.models.decoder import Decoder
+from eagle3_jax.models.deepseek import Deepseek
 from eagle3_jax.models.llama import Llama
 
 
@@ -32,15 +36,25 @@ class Family:
         architecture: its name in config.json's `architectures`.
         parse: reads (config.json as a dict, its name for messages).
         model: the module class.
-        names: what its tensors are called.
+        names: what its tensors are called; where that depends on the model and the file, a function of its config
+            and the names in the file.
         fields: the config.json that `parse` reads as a config, without what all families spell alike.
+        aliases: other architectures that are read alike. kinds: other values of `model_type`.
+        joins_stop_ids: stop ids are those of all config files together (see `read_eos_ids`).
     """
 
     architecture: str
     parse: Callable[[Mapping[str, Any], str], DecoderConfig]
     model: type[Decoder]
-    names: KeyMap
+    names: KeyMap | Callable[[Any, Container[str]], KeyMap]
     fields: Callable[[Any], dict[str, Any]]
+    aliases: tuple[str, ...] = ()
+    kinds: tuple[str, ...] = ()
+    joins_stop_ids: bool = False
+
+    def key_map(self, config: DecoderConfig, tensors: Container[str]) -> KeyMap:
+        """What one checkpoint, with these names in it, calls the tensors of a model."""
+        return self.names if isinstance(self.names, KeyMap) else self.names(config, tensors)
 
 
 def _names(layer: Mapping[str, str | Fused]) -> KeyMap:
@@ -150,6 +164,16 @@ FAMILIES: dict[str, Family] = {
     "minimax_m2": Family(
         "MiniMaxM2ForCausalLM", parse_minimax_m2, Llama, _names({**_QK_NORMS, **_MINIMAX_M2}), _minimax_m2_fields
     ),
+    "deepseek_v3": Family(
+        "DeepseekV3ForCausalLM",
+        parse_deepseek_v3,
+        Deepseek,
+        deepseek_names,
+        deepseek_fields,
+        aliases=WRAPPERS,
+        kinds=("kimi_k2", "kimi_k25"),
+        joins_stop_ids=True,
+    ),
     "gpt_oss": Family("GptOssForCausalLM", parse_gpt_oss, Llama, _names(_GPT_OSS), _gpt_oss_fields),
 }
 """By `model_type` of config.json, which is also `DecoderConfig.family`."""
@@ -166,7 +190,8 @@ def family_of(config: Mapping[str, Any], where: str) -> Family:
     """
     architectures, kind = config.get("architectures"), config.get("model_type", "llama")
     for name, family in FAMILIES.items():
-        if architectures == [family.architecture] or (architectures is None and kind == name):
+        known_as = [[architecture] for architecture in (family.architecture, *family.aliases)]
+        if architectures in known_as or (architectures is None and kind in (name, *family.kinds)):
             return family
     found = f"model_type {kind!r:.80}" if architectures is None else f"architectures {architectures!r:.80}"
     known = ", ".join(family.architecture for family in FAMILIES.values())

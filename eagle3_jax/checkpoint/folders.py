@@ -40,18 +40,27 @@ def is_draft(config: Mapping[str, Any], source: TensorSource | None = None) -> b
     return source is not None and any(name in source for name in _DRAFT_TENSORS)
 
 
-def read_eos_ids(folder: Path, config: Mapping[str, Any], vocab_size: int) -> tuple[int, ...] | None:
+def read_eos_ids(
+    folder: Path, config: Mapping[str, Any], vocab_size: int, joined: bool = False
+) -> tuple[int, ...] | None:
     """Ids that end a generation: generation_config.json's, else config.json's, else None.
+
+    With `joined` both files' count, and those of a text model within config.json: Kimi's chat turns end with one
+    token and its texts with another, and each file names one.
 
     Raises:
         Eagle3Error: generation_config.json is malformed, or an id is not in the vocabulary.
     """
     file = folder / "generation_config.json"
     generation = read_json(file) if file.is_file() else {}
-    for settings, name in ((generation, file), (config, folder / "config.json")):
-        if (ids := settings.get("eos_token_id")) is not None:
-            return check_eos_ids(ids, vocab_size, str(name))
-    return None
+    places = [(generation, file), (config, folder / "config.json")]
+    if joined and isinstance(text := config.get("text_config"), Mapping):
+        places.append((text, folder / "config.json"))
+    found: tuple[int, ...] | None = None
+    for settings, name in places:
+        if (ids := settings.get("eos_token_id")) is not None and (joined or found is None):
+            found = tuple(dict.fromkeys([*(found or ()), *check_eos_ids(ids, vocab_size, str(name))]))
+    return found
 
 
 def check_eos_ids(ids: Any, vocab_size: int, where: str) -> tuple[int, ...]:

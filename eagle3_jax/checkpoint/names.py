@@ -5,6 +5,7 @@ Files hold matrices as PyTorch does, [out, in]; `Weight.layout` says how they ar
 """
 
 import dataclasses
+import logging
 import re
 from collections.abc import Collection, Mapping
 from typing import Any
@@ -18,7 +19,10 @@ from eagle3_jax.config import Eagle3Config
 from eagle3_jax.errors import Eagle3Error
 from eagle3_jax.models.decoder import Decoder
 from eagle3_jax.models.eagle3 import Eagle3, SharedWeights
-from eagle3_jax.quant.weight import FLOAT_FORMATS, Weight, is_weight
+from eagle3_jax.quant.formats import FLOAT_FORMATS
+from eagle3_jax.quant.weight import Weight, is_weight, named_weights, tree_path
+
+log = logging.getLogger("eagle3_jax")
 
 FORMATS = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}
 """Weight format of each dtype a checkpoint can be loaded in or saved as."""
@@ -41,20 +45,39 @@ class Fused:
 
 
 @dataclasses.dataclass(frozen=True)
+class HeadRows:
+    """One [out, in] tensor in which several of the model's weights take turns, head by head.
+
+    Attributes:
+        name: its name; "{i}" is a number.
+        first, count, period: the weight is rows `first` to `first + count` of every `period` rows.
+    """
+
+    name: str
+    first: int
+    count: int
+    period: int
+
+
+Place = str | Fused | HeadRows
+"""Where a weight lies in a file: a tensor, one tensor an expert with "{e}" in its name, or a part of a tensor."""
+
+
+@dataclasses.dataclass(frozen=True)
 class KeyMap:
     """Names of a dialect's tensors.
 
     Attributes:
         modules: path of a module in the parameter tree -> its name in the file; "{i}" is a number. The last
             part, "weight" or "bias", is the same on both sides. A name with "{e}" stands for one tensor an
-            expert. The path of a weight itself may be there too: it has a name of its own, or is `Fused`.
+            expert. The path of a weight itself may be there too: it has a name of its own, or is a part.
         ignored: regular expressions of tensors that a file may hold besides.
     """
 
-    modules: Mapping[str, str | Fused]
+    modules: Mapping[str, Place]
     ignored: tuple[str, ...] = ()
 
-    def place(self, path: str) -> str | Fused:
+    def place(self, path: str) -> Place:
         """Where the weight at `path` of the tree lies, e.g. "layers_3/attention/q/weight"; may hold "{e}"."""
         number = re.search(r"(?<=_)\d+", path)
         text = number[0] if number else ""
@@ -62,14 +85,14 @@ class KeyMap:
         if (found := self.modules.get(pattern)) is None:
             module, _, leaf = pattern.rpartition("/")
             found = f"{self.modules[module]}.{leaf}"
-        if isinstance(found, Fused):
-            return dataclasses.replace(found, name=found.name.replace("{i}", text))
-        return found.replace("{i}", text)
+        if isinstance(found, str):
+            return found.replace("{i}", text)
+        return dataclasses.replace(found, name=found.name.replace("{i}", text))
 
     def file_name(self, path: str) -> str:
         """Name in the file of the weight at `path`, where that is one tensor."""
         place = self.place(path)
-        return place.name if isinstance(place, Fused) else place
+        return place if isinstance(place, str) else place.name
 
     def file_names(self, path: str, weight: Weight) -> list[str]:
         """Names in the file of all tensors of the weight at `path`, a stack's in the order of the experts."""
@@ -77,7 +100,7 @@ class KeyMap:
         return [name.replace("{e}", str(e)) for e in range(weight.shape[0])] if "{e}" in name else [name]
 
 
-def layer_names(path: str, name: str, norms: Mapping[str, str]) -> dict[str, str | Fused]:
+def layer_names(path: str, name: str, norms: Mapping[str, str]) -> dict[str, Place]:
     """One decoder layer in `KeyMap.modules`: its norms, its attention and its MLP."""
     parts = {**norms, **{f"attention/{x}": f"self_attn.{x}_proj" for x in "qkvo"}}
     parts |= {f"mlp/{x}": f"mlp.{x}_proj" for x in ("gate", "up", "down")}
@@ -128,16 +151,6 @@ def abstract_params(model: Decoder | Eagle3) -> Any:
     return jax.eval_shape(init, *inputs)
 
 
-def named_weights(params: Any) -> dict[str, Weight]:
-    """The `Weight`s of a parameter tree by path, e.g. "layers_3/attention/q/weight"."""
-    leaves = jax.tree_util.tree_leaves_with_path(params, is_leaf=is_weight)
-    return {_path(path): leaf for path, leaf in leaves if is_weight(leaf)}
-
-
-def _path(keys: tuple[Any, ...]) -> str:
-    return jax.tree_util.keystr(keys, simple=True, separator="/")
-
-
 def load_params(
     abstract: Any,
     source: TensorSource,
@@ -165,18 +178,21 @@ def load_params(
             f"{source.path}: tensor {missing[0]} is missing{_more(missing)}; {config} describes a model that has it"
         )
     known = wanted.union(ignored)
-    extra = [n for n in source if n not in known and not any(re.fullmatch(p, n) for p in names.ignored)]
+    unread = [n for n in source if n not in known]
+    extra = [n for n in unread if not any(re.fullmatch(p, n) for p in names.ignored)]
     if extra:
         raise Eagle3Error(
             f"{source.path}: tensor {extra[0]} is not part of the model that {config} describes"
             f"{_more(extra)}; without it the result could be wrong"
         )
+    if unread:
+        log.info("%s: tensor %s is not needed and not read%s", source.path, unread[0], _more(unread))
     loaded = {}
     # Largest first: what converting the largest takes besides is then not on top of all the others.
     for path in sorted(weights, key=lambda path: -np.prod(weights[path].shape)):
         loaded[path] = _read_weight(source, names, path, weights[path], config)
     return jax.tree_util.tree_map_with_path(
-        lambda keys, leaf: loaded.get(_path(keys), leaf), abstract, is_leaf=is_weight
+        lambda keys, leaf: loaded.get(tree_path(keys), leaf), abstract, is_leaf=is_weight
     )
 
 
@@ -194,6 +210,12 @@ def _read_weight(source: TensorSource, names: KeyMap, path: str, weight: Weight,
         shape = (*weight.shape[:-1], weight.shape[-1] * place.parts)
         tensor = _read_tensor(source, place.name, shape, config)[..., place.part :: place.parts]
         _store(stored, tensor, weight.layout == "nk", f"{source.path}: tensor {place.name}")
+    elif isinstance(place, HeadRows):
+        columns, rows = weight.shape
+        shape = (rows // place.count * place.period, columns)
+        heads = _read_tensor(source, place.name, shape, config).reshape(-1, place.period, columns)
+        tensor = heads[:, place.first : place.first + place.count].reshape(rows, columns)
+        _store(stored, tensor, weight.layout == "kn", f"{source.path}: tensor {place.name}")
     else:
         shape = weight.shape[1:] if "{e}" in place else weight.shape
         targets = stored if "{e}" in place else [stored]

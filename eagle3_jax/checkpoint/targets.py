@@ -24,7 +24,7 @@ from eagle3_jax.checkpoint.names import FORMATS, abstract_params, check_dtype, l
 from eagle3_jax.checkpoint.orbax import is_orbax_folder, read_meta, read_params, write_params
 from eagle3_jax.checkpoint.registry import locate
 from eagle3_jax.checkpoint.tensors import TensorSource, open_checkpoint_folder
-from eagle3_jax.config import RopeConfig
+from eagle3_jax.config import DecoderConfig, RopeConfig
 from eagle3_jax.errors import Eagle3Error
 from eagle3_jax.models.decoder import Decoder
 from eagle3_jax.models.rope import inverse_frequencies
@@ -102,7 +102,7 @@ def _load_folder(name: str, folder: Path, dtype: str) -> Target:
     model = _model(config, str(folder / "config.json"), dtype)
     source = open_checkpoint_folder(folder)
     _refuse_draft(folder, is_draft(config, source))
-    tokenizer, eos_ids = _read_text(folder, config, model.config.vocab_size)
+    tokenizer, eos_ids = _read_text(folder, config, model.config)
     return Target(name, model, _load_weights(model, source), tokenizer, eos_ids, folder)
 
 
@@ -124,7 +124,7 @@ def _load_orbax(name: str, folder: Path, dtype: str | None) -> Target:
     _refuse_draft(folder, meta["kind"] != "target")
     config = read_config(folder)
     model = _model(config, str(folder / "config.json"), dtype or check_dtype(meta["dtype"]))
-    tokenizer, eos_ids = _read_text(folder, config, model.config.vocab_size)
+    tokenizer, eos_ids = _read_text(folder, config, model.config)
     if (layers := model.config.num_layers) > _MOST_LAYERS:
         raise Eagle3Error(f"{folder / 'config.json'}: {layers} layers are more than any model has")
     return Target(name, model, read_params(folder, abstract_params(model)), tokenizer, eos_ids, folder)
@@ -153,7 +153,7 @@ def _load_weights(model: Decoder, source: TensorSource) -> Any:
     # Before the model is described, layer by layer, for as many as a damaged config names.
     if (layers := model.config.num_layers) > len(source):
         raise Eagle3Error(f"{source.path}: {len(source)} tensors cannot be the {layers} layers that the config names")
-    names = FAMILIES[model.config.family].names
+    names = FAMILIES[model.config.family].key_map(model.config, source)
     head, embedding = names.file_name("head/weight"), names.file_name("embed/weight")
     ignored = ()
     if model.config.tied and head in source:
@@ -166,14 +166,16 @@ def _load_weights(model: Decoder, source: TensorSource) -> Any:
     return load_params(abstract_params(model), source, names, ignored)
 
 
-def _read_text(folder: Path, config: Mapping[str, Any], vocab_size: int) -> tuple[Tokenizer | None, tuple[int, ...]]:
+def _read_text(
+    folder: Path, config: Mapping[str, Any], parsed: DecoderConfig
+) -> tuple[Tokenizer | None, tuple[int, ...]]:
     """The folder's tokenizer and stop ids."""
-    tokenizer = None
+    tokenizer, vocab_size = None, parsed.vocab_size
     if (folder / "tokenizer.json").is_file():
         tokenizer = Tokenizer.from_folder(folder)
     elif (file := folder / _GGUF_TOKENIZER_FILE).is_file():
         tokenizer = Tokenizer.from_gguf(read_json(file), str(file))
-    eos_ids = read_eos_ids(folder, config, vocab_size)
+    eos_ids = read_eos_ids(folder, config, vocab_size, FAMILIES[parsed.family].joins_stop_ids)
     if eos_ids is None:
         eos_ids = check_eos_ids(tokenizer.eos_ids if tokenizer else [], vocab_size, str(folder))
     return tokenizer, eos_ids

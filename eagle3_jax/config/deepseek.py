@@ -125,7 +125,7 @@ def parse_deepseek_v3(config: Mapping[str, Any], where: str) -> DeepseekConfig:
         moe=moe,
         dense_layers=_count(fields, "first_k_dense_replace"),
         shared_size=_count(fields, "n_shared_experts") * moe.intermediate_size,
-        mtp_layers=_count(fields, "num_nextn_predict_layers"),
+        mtp_layers=_count(fields, "num_nextn_predict_layers", most=64),
     )
     if tied is not None and tied != parsed.tied:
         raise Eagle3Error(f"{where}: tie_word_embeddings is {parsed.tied}, but {tied} outside of text_config")
@@ -149,6 +149,9 @@ def _text_config(config: Mapping[str, Any], where: str) -> tuple[Mapping[str, An
     return text, f"{where}: text_config", tied
 
 
-def _count(fields: Fields, name: str) -> int:
+def _count(fields: Fields, name: str, most: int = 2**31) -> int:
     """A number of things that may be none; absent is 0."""
-    return 0 if fields.get(name) in (None, 0) else fields.size(name)
+    number = 0 if fields.get(name) in (None, 0) else fields.size(name)
+    if number > most:
+        raise Eagle3Error(f"{fields.where}: field {name} is {number}; {most} at most are needed")
+    return number

@@ -25,11 +25,13 @@ import jax.numpy as jnp
 from jax import Array
 
 from eagle3_jax.config import DeepseekConfig
+from eagle3_jax.errors import Eagle3Error
 from eagle3_jax.models.attention import Attend
 from eagle3_jax.models.decoder import Decoder
 from eagle3_jax.models.layers import Linear, RMSNorm, SwiGLU
 from eagle3_jax.models.moe import MoE
 from eagle3_jax.models.rope import rotate, yarn_temperature
+from eagle3_jax.quant.formats import FLOAT_FORMATS
 from eagle3_jax.quant.weight import Weight, WeightFormats
 
 
@@ -67,9 +69,15 @@ class PerHead(nn.Module):
 
     @nn.compact
     def __call__(self, rank: int) -> Weight:
-        """The weight, logical shape (L, N * width)."""
+        """The weight, logical shape (L, N * width).
+
+        Raises:
+            Eagle3Error: it is narrow. The absorbed form multiplies by its transpose, along which no scale is shared.
+        """
         path, shape = "/".join((*self.path, "weight")), (rank, self.num_heads * self.width)
         spec = self.formats.spec(path, shape, ("latent", "heads"))
+        if spec.format not in FLOAT_FORMATS:
+            raise Eagle3Error(f"{path} is {spec.format}; use {', '.join(FLOAT_FORMATS)} for both halves of kv_b")
         return self.param("weight", dataclasses.replace(spec, layout="nk").init)
 
 

@@ -64,6 +64,25 @@ def test_a_draft_that_is_not_shipped_says_so(configs: Path) -> None:
     assert locate("d", "draft") == ("d", configs / "drafts" / "d")
 
 
+def test_weights_that_are_a_folder(configs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (configs / "x.yaml").write_text("kind: target\nweights: {folder: X, install: get X}\nconfig: models/x.json\n")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(Eagle3Error, match=r"the weights of x are not in the folder X; run: get X$"):
+        locate("x", "target")
+    (tmp_path / "X").mkdir()
+    assert locate("x", "target") == ("x", Path("X"))
+    with pytest.raises(Eagle3Error, match=r"x\.json"):
+        entries()["x"].config()
+    (configs / "models").mkdir()
+    (configs / "models" / "x.json").write_text('{"hidden_size": 8}')
+    assert entries()["x"].config() == {"hidden_size": 8}
+
+
+def test_a_target_without_a_packaged_config_says_so() -> None:
+    with pytest.raises(Eagle3Error, match=r"no config\.json of smollm2-135m"):
+        entries()["smollm2-135m"].config()
+
+
 WEIGHTS = "kind: target\nweights: {package: p, file: f, install: i}\n"
 
 
@@ -73,6 +92,8 @@ WEIGHTS = "kind: target\nweights: {package: p, file: f, install: i}\n"
         ("kind: target\nweights: {package: p, file: f, install: i, sha: s}\n", "weights: unknown field sha"),
         ("kind: target\nweights: {package: p, file: f}\n", "weights: field install is missing"),
         ("kind: target\nweights: {package: a.b, file: f, install: i}\n", "a.b"),
+        ("kind: target\nweights: {folder: X, package: p, install: i}\n", "weights: unknown field package"),
+        (WEIGHTS + "config: 1\n", "field config is 1; text"),
         ("kind: target\nweights: here\n", "weights must have"),
         (WEIGHTS + "dtype: bfloat16\n", "unknown field dtype"),
         ("kind: draft\ntarget: t\n", "field folder is missing"),
