@@ -241,9 +241,10 @@ def test_train_then_evaluate(run: Any, tmp_path: Path) -> None:
     )
     assert code == 0, err
     report = json.loads(out)
-    assert list(report) == ["target", "draft", "decoding", "held_out"]
-    assert (report["decoding"]["chain"], report["decoding"]["prompts"]) == (2, 2)
-    assert len(report["decoding"]["acceptance_per_position"]) == 2
+    assert list(report) == ["target", "draft", "prompts", "decoding", "text", "held_out"]
+    (cell,) = report["decoding"]
+    assert (cell["chain"], cell["prompts"], cell["temperature"], cell["context"]) == (2, 2, 0.0, None)
+    assert len(cell["acceptance_per_position"]) == 2
     assert len(report["held_out"]["accuracy"]) == 3
 
 
@@ -348,7 +349,11 @@ BAD = [
     "train --target {target} --data {ids} --out {ids}",
     "evaluate --target {target} --draft {draft} --prompts {tmp}/missing.json",
     "evaluate --target {target} --draft {draft} --prompts {ids} --speculation chain:99",
+    "evaluate --target {target} --draft {draft} --prompts {ids} --temperature 0,nan",
+    "evaluate --target {target} --draft {draft} --prompts {ids} --context 1000",
+    "evaluate --target {target} --draft {draft} --prompts {ids} --limit 0",
     "bench --target {target} --draft {draft} --repeats 0",
+    "bench --target {target} --draft {draft} --concurrency 1,0",
     "bench --target {target} --draft {draft} --concurrency none",
     "bench --target {target} --draft {draft} --prompts nowhere",
     "bench --target {target} --draft {draft} --prompts {tmp}/flat.json",

@@ -1,4 +1,4 @@
-"""What a benchmark found, as a table for the terminal."""
+"""What a benchmark found, as tables for the terminal."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -59,7 +59,12 @@ def _cells(cells: Sequence[dict[str, Any]]) -> list[str]:
                 " ".join(f"{share:.2f}" for share in cell["acceptance_per_position"]),
             ]
         )
-    widths = [max(len(row[i]) for row in rows) for i in range(len(header))]
+    return columns(rows)
+
+
+def columns(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Lines of a table given by its rows, the columns as wide as their widest cell."""
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
 
 
