@@ -18,9 +18,11 @@ TARGETS = FIXTURES / "targets"
 DRAFTS = FIXTURES / "drafts"
 TARGET_OF = {
     "a_safeailab": "llama_tied",
+    "b_speculators": "llama_gqa_rope3",
     "c_eagle31": "llama_gqa_rope3",
     "d_fullvocab": "llama_tied",
     "e_width": "llama_tied",
+    "f_speculators_qwen3": "llama_gqa_rope3",
 }
 
 Edit = Callable[[dict[str, Any]], object]

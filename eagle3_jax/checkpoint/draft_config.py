@@ -4,37 +4,53 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+from eagle3_jax.checkpoint.dialects import LayerNames, find_layers, flatten, is_speculators
 from eagle3_jax.checkpoint.files import quote
 from eagle3_jax.checkpoint.names import FORMATS, check_dtype
 from eagle3_jax.checkpoint.taps import IDS_FIELD, Taps, eagle_config, resolve_taps
 from eagle3_jax.checkpoint.tensors import TensorSource
-from eagle3_jax.config import Eagle3Config, Fields, LlamaConfig, check_unknown_fields, parse_rope
+from eagle3_jax.config import (
+    DecoderConfig,
+    Eagle3Config,
+    Fields,
+    RopeConfig,
+    check_unknown_fields,
+    parse_rope,
+)
 from eagle3_jax.errors import Eagle3Error
 from eagle3_jax.quant.weight import WeightFormats
 
-_ARCHITECTURES = (
+_LLAMA_DRAFTS = (
     "LlamaForCausalLM",
     "LlamaForCausalLMEagle3",
     "Eagle3LlamaForCausalLM",
     "EAGLE3LlamaForCausalLM",
+    "Eagle3MiniMaxM2ForCausalLM",
 )
+_QWEN3_DRAFTS = ("Qwen3ForCausalLM", "Eagle3Qwen3ForCausalLM")
+_SPECULATORS_DRAFTS = ("Eagle3Speculator", "Eagle3DraftModel")
+_ARCHITECTURES = (*_LLAMA_DRAFTS, *_QWEN3_DRAFTS)
 _MLA_FIELDS = ("kv_lora_rank", "q_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")
-_DIALECTS = "only the midlayer.* dialect of SafeAILab, SGLang and SpecForge can be loaded yet"
+_MLA = "an MLA draft (DeepSeek, Kimi), which is not supported yet"
 
 _BUILD_SWITCHES: dict[str, tuple[Any, ...]] = {
-    "use_aux_hidden_state": (True,),
-    "norm_before_fc": (False,),
     "use_input_layernorm_in_first_layer": (True,),
     "use_last_layernorm": (True,),
     "use_mtp_layernorm": (False,),
+    "next_layer_regular": (True,),
     "eh_proj_before_attn": (False,),
     "eh_proj_bias": (False,),
     "parallel_draft_step": (1,),
 }
-"""Fields of `eagle_config` and the values under which the draft is a plain EAGLE-3 layer."""
+"""Fields of `eagle_config` and the values under which the draft is a plain EAGLE-3 stack of layers."""
 
-_BUILD_INERT = ("next_layer_regular", "parallel_draft_heads_num_layers")
-"""Fields of `eagle_config` that say nothing about a draft of one layer and one head."""
+_BUILD_READ = (
+    IDS_FIELD,
+    "use_aux_hidden_state",
+    "norm_before_fc",
+    "return_hidden_post_norm",
+    "parallel_draft_heads_num_layers",  # says nothing about a draft of one head
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,6 +60,7 @@ class Overrides:
     tap_convention: str | None = None
     taps: tuple[int, ...] | None = None
     norm_output: bool | None = None
+    norm_before_residual: bool | None = None
     rope_theta: float | None = None
     embedding: str | None = None
     dtype: str | None = None
@@ -69,8 +86,8 @@ class Overrides:
                     f"overrides: taps is {quote(taps)}; a list of hs indices is needed, e.g. [2, 15, 27]"
                 )
             values["taps"] = tuple(taps)
-        if "norm_output" in values:
-            fields.flag("norm_output")
+        for name in {"norm_output", "norm_before_residual"}.intersection(values):
+            fields.flag(name)
         if "rope_theta" in values:
             values["rope_theta"] = fields.number("rope_theta", above=1.0)
         if "dtype" in values:
@@ -82,25 +99,57 @@ NO_OVERRIDES = Overrides()
 
 
 @dataclasses.dataclass(frozen=True)
+class TargetFacts:
+    """What a draft has to fit.
+
+    Attributes:
+        vocab_size, hidden_size: the target's V and Ht.
+        num_layers: N; None where the target is not known.
+        rms_norm_eps: of its final norm. dtype: of its matrices and activations.
+    """
+
+    vocab_size: int
+    hidden_size: int
+    num_layers: int | None
+    rms_norm_eps: float = 1e-5
+    dtype: str = "float32"
+
+    @classmethod
+    def of(cls, config: DecoderConfig) -> "TargetFacts":
+        """Those of a target's config."""
+        return cls(config.vocab_size, config.hidden_size, config.num_layers, config.rms_norm_eps, config.dtype)
+
+
+@dataclasses.dataclass(frozen=True)
 class ParsedDraft:
-    """A draft's config, how its taps were found, and what looked odd."""
+    """A draft's config, how its layers are named and its taps were found, and what looked odd."""
 
     config: Eagle3Config
+    layers: LayerNames
+    dialect: str
     taps: Taps
     warnings: tuple[str, ...]
+
+
+def dialect_of(config: Mapping[str, Any], layers: LayerNames) -> str:
+    """Which of `eagle3_jax.checkpoint.dialects.DIALECTS` a draft is written in."""
+    if is_speculators(config):
+        return "speculators"
+    return "safeailab" if layers.first.startswith("midlayer.") else "vllm"
 
 
 def parse_draft(
     config: Mapping[str, Any],
     source: TensorSource,
-    target: LlamaConfig,
+    target: TargetFacts,
     where: str,
     overrides: Overrides = NO_OVERRIDES,
 ) -> ParsedDraft:
     """Find out what a draft is.
 
     Args:
-        config: its config.json. source: its weights. target: the target's config.
+        config: its config.json. source: its weights, as `DraftTensors` names them.
+        target: the target.
         where: the config's name for messages.
         overrides: what the caller sets against the file.
 
@@ -108,20 +157,24 @@ def parse_draft(
         Eagle3Error: another kind of model, another target's draft, a setting that is not supported, or
             weights and config that contradict each other.
     """
-    _check_kind(config, source, where)
-    fields = Fields(config, where)
-    shapes = _Shapes(source)
-    warnings: list[str] = []
-    hidden, fc_in = shapes.matrix("fc.weight")
-    if fc_in % target.hidden_size:
+    check_kind(config, source, where)
+    layers, warnings = find_layers(source), list[str]()
+    dialect = dialect_of(config, layers)
+    if dialect == "speculators":
+        config, warnings = flatten(config, where)
+    fields, shapes, layer = Fields(config, where), _Shapes(source), layers.first
+    hidden, fuses = shapes.matrix(f"{layer}self_attn.o_proj.weight")[0], _fuses(fields, source)
+    fc_in = shapes.matrix("fc.weight")[1] if fuses else target.hidden_size
+    if fc_in % target.hidden_size or (not fuses and hidden != target.hidden_size):
         raise Eagle3Error(
-            f"{source.path}: fc takes {fc_in} features, no multiple of the target's hidden size "
+            f"{source.path}: it takes {fc_in if fuses else hidden} features, no multiple of the target's hidden size "
             f"{target.hidden_size}; this is the draft of another target"
         )
-    fields_agree(fields, "hidden_size", hidden, "the rows of fc")
+    fields_agree(fields, "hidden_size", hidden, "the rows of o_proj")
     fields_agree(fields, "target_hidden_size", target.hidden_size, "the target's hidden size")
     fields_agree(fields, "vocab_size", target.vocab_size, "the target's vocabulary")
-    taps = resolve_taps(config, target.num_layers, where, overrides.tap_convention, overrides.taps)
+    fields_agree(fields, "num_hidden_layers", layers.count, "the layers in the file")
+    taps = _taps(config, target, where, fuses, dialect, overrides)
     fields.read |= {IDS_FIELD, "eagle_config"}
     count = fc_in // target.hidden_size
     if len(taps.indices) != count:
@@ -131,17 +184,14 @@ def parse_draft(
         )
     for name in ("num_aux_hidden_states", "num_aux_layers"):
         fields_agree(fields, name, count, "the hidden states fc takes")
-    if taps.ambiguous:
-        warnings.append(f"{taps.reason}; if acceptance is poor, compare with overrides={{'tap_convention': 'output'}}")
-    heads, kv_heads, head_dim = _attention_sizes(fields, shapes, warnings)
-    intermediate = shapes.matrix("midlayer.mlp.gate_proj.weight")[0]
+    if taps.warning:
+        warnings.append(taps.warning)
+    heads, kv_heads, head_dim = _attention_sizes(fields, shapes, layer, warnings)
+    intermediate = shapes.matrix(f"{layer}mlp.gate_proj.weight")[0]
     fields_agree(fields, "intermediate_size", intermediate, "the rows of gate_proj")
     shares_embedding = _shares_embedding(source, hidden, target, overrides.embedding)
     shares_head, draft_vocab = _head(fields, source, shapes, hidden, target, warnings)
-    rope = parse_rope(fields, fields.size("max_position_embeddings", 2048))
-    if overrides.rope_theta is not None:
-        rope = dataclasses.replace(rope, theta=overrides.rope_theta)
-    norm_output = _norm_output(fields) if overrides.norm_output is None else overrides.norm_output
+    residual, output = overrides.norm_before_residual, overrides.norm_output
     dtype = overrides.dtype or target.dtype
     parsed = Eagle3Config(
         vocab_size=target.vocab_size,
@@ -153,22 +203,30 @@ def parse_draft(
         num_kv_heads=kv_heads,
         head_dim=head_dim,
         taps=taps.indices,
+        num_layers=layers.count,
         rms_norm_eps=fields.number("rms_norm_eps", 1e-6),
-        rope=rope,
-        norm_before_residual=fields.flag("norm_before_residual"),
-        fc_norm=_toggle(fields, "fc_norm", source, "fc_norm.0.weight"),
-        norm_output=norm_output,
+        # Read only where nothing is fused: models that compute the same should compare equal.
+        target_norm_eps=Eagle3Config.target_norm_eps if fuses else target.rms_norm_eps,
+        rope=_rope(fields, overrides.rope_theta, warnings),
+        fuses=fuses,
+        norm_before_residual=fields.flag("norm_before_residual") if residual is None else residual,
+        norm_before_fc=_either(fields, "norm_before_fc", "norm_before_fc", "input_norm.weight" in source),
+        fc_norm=_fc_norm(fields, source),
+        norm_output=_either(fields, "norm_output", "return_hidden_post_norm", False) if output is None else output,
+        qk_norm=_qk_norm(config, source, layer, where),
         fc_bias=_toggle(fields, "bias", source, "fc.bias"),
-        attention_bias=_toggle(fields, "attention_bias", source, "midlayer.self_attn.q_proj.bias"),
-        mlp_bias=_toggle(fields, "mlp_bias", source, "midlayer.mlp.gate_proj.bias"),
+        attention_bias=_toggle(fields, "attention_bias", source, f"{layer}self_attn.q_proj.bias"),
+        mlp_bias=_toggle(fields, "mlp_bias", source, f"{layer}mlp.gate_proj.bias"),
         shares_embedding=shares_embedding,
         shares_head=shares_head,
         dtype=dtype,
         # Single rows are gathered from the embedding.
         weights=WeightFormats(FORMATS[dtype], exceptions=(("embed/weight", FORMATS[dtype], "nk"),)),
     )
+    if (parsed.norm_before_fc or parsed.fc_norm) and (not fuses or parsed.norm_before_fc == parsed.fc_norm):
+        raise Eagle3Error(f"{where}: norm_before_fc and fc_norm exclude each other, and both need fc")
     _check_other_fields(fields)
-    return ParsedDraft(parsed, taps, tuple(warnings))
+    return ParsedDraft(parsed, layers, dialect, taps, tuple(warnings))
 
 
 def fields_agree(fields: Fields, name: str, actual: int, what: str) -> None:
@@ -181,25 +239,26 @@ def fields_agree(fields: Fields, name: str, actual: int, what: str) -> None:
         raise Eagle3Error(f"{fields.where}: {name} is {fields.size(name)}, but {what}: {actual}; they must agree")
 
 
-def _check_kind(config: Mapping[str, Any], source: TensorSource, where: str) -> None:
-    """Refuse, by name, what is no EAGLE-3 draft of one Llama layer in the known dialect."""
-    if config.get("speculators_model_type") is not None or config.get("transformer_layer_config") is not None:
-        raise Eagle3Error(f"{where}: this is the speculators format; {_DIALECTS}")
+def check_kind(config: Mapping[str, Any], source: TensorSource, where: str) -> None:
+    """Refuse, by name, what is no EAGLE-3 draft of Llama or Qwen3 layers.
+
+    Raises:
+        Eagle3Error: an MLA draft, P-EAGLE, or another architecture.
+    """
     if found := [name for name in _MLA_FIELDS if config.get(name) is not None]:
-        raise Eagle3Error(f"{where}: field {found[0]} means an MLA draft (DeepSeek, Kimi), which is not supported yet")
-    architectures = config.get("architectures") or ["LlamaForCausalLMEagle3"]
-    if len(architectures) != 1 or architectures[0] not in _ARCHITECTURES:
+        raise Eagle3Error(f"{where}: field {found[0]} means {_MLA}")
+    if found := [name for name in source if name.endswith("kv_a_proj_with_mqa.weight")]:
+        raise Eagle3Error(f"{source.path}: tensor {found[0]} means {_MLA}")
+    architectures = config.get("architectures") or [None]
+    if any(isinstance(name, str) and "deepseek" in name.lower() for name in architectures):
+        raise Eagle3Error(f"{where}: architecture {quote(architectures)} means {_MLA}")
+    known = (None, *(_SPECULATORS_DRAFTS if is_speculators(config) else _ARCHITECTURES))
+    if len(architectures) != 1 or architectures[0] not in known:
         raise Eagle3Error(
-            f"{where}: architecture {quote(architectures)} is not supported; drafts of {', '.join(_ARCHITECTURES)} are"
+            f"{where}: architecture {quote(architectures)} is not supported; drafts of {', '.join(known[1:])} are"
         )
-    if any(name.startswith(("layers.0.", "model.layers.0.hidden_norm")) for name in source):
-        raise Eagle3Error(f"{source.path}: its layer is named layers.0.* (vLLM, speculators, ModelOpt); {_DIALECTS}")
-    if not any(name.startswith("midlayer.") for name in source):
-        if any(name.startswith("model.layers.") for name in source):
-            raise Eagle3Error(f"{source.path}: holds a target, not a draft; load it with load_target")
-        raise Eagle3Error(f"{source.path}: no midlayer.* tensors in it; this is no EAGLE-3 draft")
-    if any(name.startswith("midlayer.0.") for name in source):
-        raise Eagle3Error(f"{source.path}: holds several layers (midlayer.0.*); drafts of one layer are supported")
+    if "mask_hidden" in source or config.get("pard_token") is not None:
+        raise Eagle3Error(f"{where}: mask_hidden or pard_token means a P-EAGLE draft, which is not supported")
 
 
 class _Shapes:
@@ -217,12 +276,12 @@ class _Shapes:
         return shape[0], shape[1]
 
 
-def _attention_sizes(fields: Fields, shapes: _Shapes, warnings: list[str]) -> tuple[int, int, int]:
+def _attention_sizes(fields: Fields, shapes: _Shapes, layer: str, warnings: list[str]) -> tuple[int, int, int]:
     """Heads, key-value heads and head width; the weights' widths win over the config's head_dim."""
     heads = fields.size("num_attention_heads")
     kv_heads = fields.size("num_key_value_heads", heads)
-    q_rows = shapes.matrix("midlayer.self_attn.q_proj.weight")[0]
-    k_rows = shapes.matrix("midlayer.self_attn.k_proj.weight")[0]
+    q_rows = shapes.matrix(f"{layer}self_attn.q_proj.weight")[0]
+    k_rows = shapes.matrix(f"{layer}self_attn.k_proj.weight")[0]
     if heads % kv_heads:
         raise Eagle3Error(f"{fields.where}: {heads} heads cannot share {kv_heads} key-value heads evenly")
     head_dim = q_rows // heads
@@ -237,7 +296,7 @@ def _attention_sizes(fields: Fields, shapes: _Shapes, warnings: list[str]) -> tu
     return heads, kv_heads, head_dim
 
 
-def _shares_embedding(source: TensorSource, hidden: int, target: LlamaConfig, wanted: str | None) -> bool:
+def _shares_embedding(source: TensorSource, hidden: int, target: TargetFacts, wanted: str | None) -> bool:
     """Whether the target's embedding is read; the file's own wins unless the caller says otherwise."""
     own = "embed_tokens.weight" in source
     if wanted == "own" and not own:
@@ -256,7 +315,7 @@ def _head(
     source: TensorSource,
     shapes: _Shapes,
     hidden: int,
-    target: LlamaConfig,
+    target: TargetFacts,
     warnings: list[str],
 ) -> tuple[bool, int]:
     """Whether the target's head is read, and Vd."""
@@ -287,17 +346,84 @@ def _toggle(fields: Fields, name: str, source: TensorSource, tensor: str) -> boo
     return fields.flag(name, tensor in source)
 
 
-def _norm_output(fields: Fields) -> bool:
-    """EAGLE-3.1's flag, under its own name or as TensorRT-LLM has it."""
+def _either(fields: Fields, name: str, nested_name: str, default: bool) -> bool:
+    """A flag under its own name, or under the one it has in `eagle_config` (TensorRT-LLM, ModelOpt)."""
     nested = _eagle_config(fields)
-    synonym = nested.flag("return_hidden_post_norm") if nested.get("return_hidden_post_norm") is not None else None
-    own = fields.flag("norm_output", bool(synonym))
-    if synonym is not None and synonym != own:
+    inner = nested.flag(nested_name) if nested.get(nested_name) is not None else None
+    own = fields.flag(name, default if inner is None else inner)
+    if inner is not None and inner != own:
         raise Eagle3Error(
-            f"{fields.where}: norm_output is {own}, but eagle_config.return_hidden_post_norm is {synonym}; "
-            "they must agree"
+            f"{fields.where}: {name} is {own}, but eagle_config.{nested_name} is {inner}; they must agree"
         )
     return own
+
+
+def _fc_norm(fields: Fields, source: TensorSource) -> bool:
+    """EAGLE-3.1's flag, also under SGLang's old name."""
+    old = fields.flag("use_aux_norm", fields.flag("fc_norm", "fc_norm.0.weight" in source))
+    if fields.get("fc_norm") is not None and fields.flag("fc_norm") != old:
+        raise Eagle3Error(f"{fields.where}: fc_norm is {not old}, but use_aux_norm is {old}; they must agree")
+    return old
+
+
+def _fuses(fields: Fields, source: TensorSource) -> bool:
+    """Whether `fc` joins several hidden states; both the flag and the tensor must say so.
+
+    An engine that looks at widths alone skips `fc` now and then, and accepts nothing.
+    """
+    flag, there = _eagle_config(fields).flag("use_aux_hidden_state", True), "fc.weight" in source
+    if flag and not there:
+        raise Eagle3Error(
+            f"{source.path}: tensor fc.weight is missing; only a draft whose eagle_config.use_aux_hidden_state is "
+            "false has none"
+        )
+    if there and not flag:
+        raise Eagle3Error(
+            f"{fields.where}: eagle_config.use_aux_hidden_state is false, but the file has fc.weight; one is wrong"
+        )
+    return flag
+
+
+def _taps(
+    config: Mapping[str, Any], target: TargetFacts, where: str, fuses: bool, dialect: str, overrides: Overrides
+) -> Taps:
+    if fuses:
+        convention, given = overrides.tap_convention, overrides.taps
+        return resolve_taps(config, target.num_layers, where, convention, given, dialect == "speculators")
+    if overrides.taps is not None or overrides.tap_convention is not None:
+        raise Eagle3Error(
+            f"{where}: this draft reads only the target's last hidden state; overrides of taps do not fit"
+        )
+    if target.num_layers is None:
+        raise Eagle3Error(f"{where}: the tap is the target's last hidden state; name the target to know its index")
+    return Taps((target.num_layers,), "last", "use_aux_hidden_state is false: the target's last hidden state, normed")
+
+
+def _qk_norm(config: Mapping[str, Any], source: TensorSource, layer: str, where: str) -> bool:
+    """Whether heads are normed, as the tensors say; a config that says Qwen3 must have them."""
+    there = any(f"{layer}self_attn.{x}_norm.weight" in source for x in "qk")
+    architectures = config.get("architectures") or []
+    qwen3 = config.get("model_type") == "qwen3" and not set(architectures) & set(_LLAMA_DRAFTS)
+    if qwen3 and not there:
+        raise Eagle3Error(
+            f"{where}: says Qwen3, but {layer}self_attn.q_norm.weight is missing; one of the two is wrong"
+        )
+    return there
+
+
+def _rope(fields: Fields, theta: float | None, warnings: list[str]) -> RopeConfig:
+    """RoPE from `rope_parameters`, else `rope_theta` and `rope_scaling`, else base 10000; never the target's."""
+    new, old = fields.get("rope_parameters"), fields.get("rope_scaling")
+    if isinstance(new, Mapping) and isinstance(old, Mapping) and new and old:
+        kinds = [scaling.get("rope_type", scaling.get("type", "default")) for scaling in (new, old)]
+        shared = set(new) & set(old) - {"type", "rope_type"}
+        if kinds[0] != kinds[1] or any(new[name] != old[name] for name in shared):
+            raise Eagle3Error(f"{fields.where}: rope_parameters and rope_scaling contradict each other; one is needed")
+    inner, outer = new.get("rope_theta") if isinstance(new, Mapping) else None, fields.get("rope_theta")
+    if inner is not None and outer is not None and inner != outer:
+        warnings.append(f"rope_theta is {quote(outer)}, but {quote(inner)} in rope_parameters; the latter is used")
+    rope = parse_rope(fields, fields.size("max_position_embeddings", 2048))
+    return rope if theta is None else dataclasses.replace(rope, theta=theta)
 
 
 def _eagle_config(fields: Fields) -> Fields:
@@ -306,12 +432,11 @@ def _eagle_config(fields: Fields) -> Fields:
 
 def _check_other_fields(fields: Fields) -> None:
     """Every field that was not needed must have a value under which it changes nothing."""
-    fields.expect("num_hidden_layers", [1])
     fields.expect("hidden_act", ["silu", "swish"])
-    fields.expect("norm_before_fc", [False])
-    fields.expect("use_aux_norm", [False])
     fields.expect("logit_scale", [1])
-    fields.expect("layer_types", [["full_attention"]])
+    layer_types = fields.get("layer_types", [])
+    if not isinstance(layer_types, list) or any(kind != "full_attention" for kind in layer_types):
+        raise Eagle3Error(f"{fields.where}: layer_types is {quote(layer_types)}; only full_attention is supported")
     fields.expect("use_sliding_window", [False])
     window = fields.get("sliding_window")
     if window is not None and fields.get("use_sliding_window") is not False:
@@ -319,6 +444,7 @@ def _check_other_fields(fields: Fields) -> None:
     # Read whether or not an override made them unnecessary.
     fields.read |= {
         "max_window_layers",
+        "norm_before_residual",
         "norm_output",
         "truncated_vocab_size",
         "draft_vocab_size",
@@ -327,5 +453,5 @@ def _check_other_fields(fields: Fields) -> None:
     nested = _eagle_config(fields)
     for name, allowed in _BUILD_SWITCHES.items():
         nested.expect(name, allowed)
-    nested.read |= {IDS_FIELD, "return_hidden_post_norm", *_BUILD_INERT}
+    nested.read |= set(_BUILD_READ)
     check_unknown_fields(nested.config, nested.read, nested.where)

@@ -1,4 +1,4 @@
-"""Loading and saving EAGLE-3 drafts in the dialect of SafeAILab, SGLang and SpecForge (`midlayer.*`).
+"""Loading and saving EAGLE-3 drafts in every dialect of `eagle3_jax.checkpoint.dialects`.
 
 The weights say what a draft is; its config.json adds what they cannot: heads, epsilon, RoPE, toggles, taps.
 """
@@ -13,24 +13,25 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from eagle3_jax.checkpoint.draft_config import NO_OVERRIDES, Overrides, ParsedDraft, parse_draft
-from eagle3_jax.checkpoint.files import refusing_io, write_json_atomic
-from eagle3_jax.checkpoint.folders import atomic_folder, read_config, rope_fields
+from eagle3_jax.checkpoint.dialects import DraftTensors
+from eagle3_jax.checkpoint.draft_config import NO_OVERRIDES, Overrides, ParsedDraft, TargetFacts, parse_draft
+from eagle3_jax.checkpoint.draft_writer import write_draft
+from eagle3_jax.checkpoint.files import refusing_io
+from eagle3_jax.checkpoint.folders import read_config
+from eagle3_jax.checkpoint.loading import load_params
+from eagle3_jax.checkpoint.maps import read_target_ids
 from eagle3_jax.checkpoint.names import (
-    EAGLE3,
     abstract_params,
     check_dtype,
     check_finite,
-    load_params,
     named_weights,
     to_file,
 )
 from eagle3_jax.checkpoint.orbax import is_orbax_folder
+from eagle3_jax.checkpoint.pickles import PICKLE_FILE, PickleSource
 from eagle3_jax.checkpoint.registry import locate
-from eagle3_jax.checkpoint.taps import tap_fields
 from eagle3_jax.checkpoint.targets import Target
-from eagle3_jax.checkpoint.tensors import SINGLE_FILE, TensorSource, open_checkpoint_folder, write_safetensors
-from eagle3_jax.config import Eagle3Config
+from eagle3_jax.checkpoint.tensors import INDEX_FILE, SINGLE_FILE, open_checkpoint_folder
 from eagle3_jax.errors import Eagle3Error
 from eagle3_jax.models.eagle3 import Eagle3
 from eagle3_jax.quant.weight import Weight
@@ -53,6 +54,8 @@ class Draft:
         tap_reason: why.
         warnings: what looked odd but was accepted.
         target: the target it drafts for, whose embedding and head it may share.
+        dialect: how its files are written, see `eagle3_jax.checkpoint.dialects`.
+        taps_ambiguous: whether the files leave the taps' convention open.
     """
 
     name: str
@@ -62,21 +65,23 @@ class Draft:
     tap_reason: str
     warnings: tuple[str, ...]
     target: Target
+    dialect: str = "safeailab"
+    taps_ambiguous: bool = False
 
 
 def load_draft(path: str | os.PathLike[str], target: Target, overrides: Mapping[str, Any] | None = None) -> Draft:
     """Load an EAGLE-3 draft (arXiv 2503.01840; EAGLE-3.1 too) for a target.
 
     Args:
-        path: a known name or a folder with config.json and safetensors weights.
+        path: a known name or a folder with config.json and model.safetensors or pytorch_model.bin.
         target: the target it was trained for.
         overrides: settings that win over the file's:
             "tap_convention": "hs" or "output", how layer ids are read; "taps": hs indices, low to high;
-            "norm_output": bool; "rope_theta": float; "embedding": "own" or "target"; "dtype": of matrices and
-            activations, else the target's.
+            "norm_output", "norm_before_residual": bool; "rope_theta": float; "embedding": "own" or "target";
+            "dtype": of matrices and activations, else the target's.
 
     Raises:
-        Eagle3Error: no such draft; another dialect or a setting that is not supported; the draft of another
+        Eagle3Error: no such draft; a kind of draft or a setting that is not supported; the draft of another
             target; malformed, missing, surplus or misshapen tensors, NaN in them; a d2t that is no map into
             the target's vocabulary; an unknown override.
 
@@ -99,68 +104,34 @@ def _load_folder(name: str, folder: Path, target: Target, given: Overrides) -> D
     if is_orbax_folder(folder):
         raise Eagle3Error(f"{folder}: an Orbax folder is no draft; give a folder with config.json and {SINGLE_FILE}")
     config = read_config(folder)
-    source = open_checkpoint_folder(folder)
-    parsed = parse_draft(config, source, target.model.config, str(folder / "config.json"), given)
+    source = open_draft_folder(folder)
+    facts = TargetFacts.of(target.model.config)
+    parsed = parse_draft(config, source, facts, str(folder / "config.json"), given)
     model = Eagle3(parsed.config)
-    target_ids = _target_ids(source, parsed.config)
-    ignored = () if not parsed.config.shares_embedding else ("embed_tokens.weight",)
-    params = load_params(abstract_params(model), source, EAGLE3, ignored)
+    target_ids = read_target_ids(source, parsed.config.draft_vocab_size, parsed.config.vocab_size)
+    ignored = ("embed_tokens.weight",) if parsed.config.shares_embedding else ()
+    params = load_params(abstract_params(model), source, parsed.layers.key_map(), ignored)
     if "target_ids" in params:
         params["target_ids"] = jnp.asarray(target_ids)
     warnings = [*parsed.warnings, *_embedding_warnings(params, parsed, target)]
+    taps = parsed.taps
+    log.info("%s: taps hs%s (%s)", folder, list(taps.indices), taps.reason)
     for warning in warnings:
         log.warning("%s: %s", folder, warning)
-    taps = parsed.taps
-    return Draft(name, model, params, taps.convention, taps.reason, tuple(warnings), target)
+    notes = tuple(warnings)
+    return Draft(name, model, params, taps.convention, taps.reason, notes, target, parsed.dialect, taps.ambiguous)
 
 
-def _target_ids(source: TensorSource, config: Eagle3Config) -> np.ndarray | None:
-    """The target's id of each draft id, int32 [Vd], from the offsets in d2t; None without a d2t.
+def open_draft_folder(folder: Path) -> DraftTensors:
+    """The weights of a draft's folder: safetensors, or else a pytorch_model.bin.
 
     Raises:
-        Eagle3Error: d2t is missing although the vocabulary is reduced, or is no increasing map into the
-            target's vocabulary, or t2d is not its other side.
+        Eagle3Error: neither is there, or any fault of the files.
     """
-    size, vocab_size = config.draft_vocab_size, config.vocab_size
-    ids = None
-    if "d2t" in source:
-        offsets = _integers(source, "d2t", size)
-        ids = np.arange(size, dtype=np.int64) + np.clip(offsets, -(2**40), 2**40)
-        if ids.min() < 0 or ids.max() >= vocab_size:
-            bad = int(np.flatnonzero((ids < 0) | (ids >= vocab_size))[0])
-            raise Eagle3Error(
-                f"{source.path}: d2t maps draft id {bad} to {ids[bad]}, outside of the target's {vocab_size} "
-                "ids; d2t holds offsets: target id = draft id + d2t"
-            )
-        if size > 1 and np.diff(ids).min() <= 0:
-            bad = int(np.flatnonzero(np.diff(ids) <= 0)[0])
-            raise Eagle3Error(
-                f"{source.path}: d2t maps draft ids {bad} and {bad + 1} to {ids[bad]} and {ids[bad + 1]}; "
-                "the map must increase (d2t holds offsets: target id = draft id + d2t)"
-            )
-    elif size < vocab_size:
-        raise Eagle3Error(
-            f"{source.path}: d2t is missing; a draft of {size} of the target's {vocab_size} ids needs the map"
-        )
-    if "t2d" in source:
-        used = _integers(source, "t2d", vocab_size)
-        mapped = np.flatnonzero(used)
-        expected = np.arange(size) if ids is None else ids
-        if not np.array_equal(mapped, expected):
-            raise Eagle3Error(
-                f"{source.path}: the {len(mapped)} ids that t2d marks are not the {size} that d2t maps to; "
-                "one of the two is damaged"
-            )
-    return None if ids is None else ids.astype(np.int32)
-
-
-def _integers(source: TensorSource, name: str, length: int) -> np.ndarray:
-    """A whole-number tensor as int64 [length]."""
-    if source.shape(name) != (length,):
-        raise Eagle3Error(f"{source.path}: {name} has shape {source.shape(name)}; ({length},) is needed")
-    if source.dtype(name).kind not in "iub":
-        raise Eagle3Error(f"{source.path}: {name} is stored as {source.format(name)}; whole numbers are needed")
-    return source.read(name).astype(np.int64)
+    safetensors = any(os.path.exists(folder / name) for name in (SINGLE_FILE, INDEX_FILE))
+    if not safetensors and os.path.exists(folder / PICKLE_FILE):
+        return DraftTensors(PickleSource(folder / PICKLE_FILE))
+    return DraftTensors(open_checkpoint_folder(folder))
 
 
 def _embedding_warnings(params: Any, parsed: ParsedDraft, target: Target) -> list[str]:
@@ -183,8 +154,10 @@ def _embedding_warnings(params: Any, parsed: ParsedDraft, target: Target) -> lis
     ]
 
 
-def save_draft(draft: Draft, path: str | os.PathLike[str], dtype: str = "bfloat16") -> None:
-    """Save a draft as SafeAILab, SGLang, SpecForge and vLLM read it: config.json and model.safetensors.
+def save_draft(
+    draft: Draft, path: str | os.PathLike[str], dtype: str = "bfloat16", dialect: str | None = None
+) -> None:
+    """Save a draft as other engines read it: config.json and model.safetensors.
 
     The folder appears complete or not at all; other files in an old folder of that name stay.
 
@@ -192,27 +165,23 @@ def save_draft(draft: Draft, path: str | os.PathLike[str], dtype: str = "bfloat1
         draft: the draft; its weights are rounded to `dtype`.
         path: the folder.
         dtype: "bfloat16", "float32" or "float16".
+        dialect: "safeailab" (SafeAILab, SGLang, SpecForge, vLLM), "vllm" or "speculators"; None keeps its own.
 
     Raises:
-        Eagle3Error: another dtype, weights that are not finite in it, or the folder cannot be written.
+        Eagle3Error: another dtype, weights that are not finite in it, a dialect that cannot say what the draft
+            is, or the folder cannot be written.
 
     Example:
         >>> save_draft(draft, "my-draft", dtype="float32")  # doctest: +SKIP
     """
     check_dtype(dtype)
-    config = draft.model.config
-    tensors: dict[str, np.ndarray] = {}
-    for place, weight in named_weights(draft.params).items():
-        name = EAGLE3.file_name(place)
-        tensors[name] = _saved(weight, dtype, f"{path}: tensor {name} in {dtype}")
-    if "target_ids" in draft.params:
-        ids = np.asarray(draft.params["target_ids"]).astype(np.int64)
-        tensors["d2t"] = ids - np.arange(len(ids))
-        tensors["t2d"] = np.zeros(config.vocab_size, bool)
-        tensors["t2d"][ids] = True
-    with atomic_folder(path) as folder:
-        write_safetensors(folder / SINGLE_FILE, tensors, {"format": "pt"})
-        write_json_atomic(folder / "config.json", _config_fields(config, draft.target, dtype))
+    tensors = {
+        place: _saved(weight, dtype, f"{path}: {place} in {dtype}")
+        for place, weight in named_weights(draft.params).items()
+    }
+    ids, target = draft.params.get("target_ids"), draft.target
+    max_position = target.model.config.max_position
+    write_draft(path, tensors, ids, draft.model.config, dialect or draft.dialect, dtype, max_position, target.name)
 
 
 def _saved(weight: Weight, dtype: str, what: str) -> np.ndarray:
@@ -221,40 +190,3 @@ def _saved(weight: Weight, dtype: str, what: str) -> np.ndarray:
     tensor = to_file(weight, dtype)
     check_finite(tensor, what)
     return tensor
-
-
-def _config_fields(config: Eagle3Config, target: Target, dtype: str) -> dict[str, Any]:
-    """The config.json that `parse_draft` reads as this config."""
-    fields = {
-        "architectures": ["LlamaForCausalLMEagle3"],
-        "model_type": "llama",
-        "vocab_size": config.vocab_size,
-        "draft_vocab_size": config.draft_vocab_size,
-        "hidden_size": config.hidden_size,
-        "target_hidden_size": config.target_hidden_size,
-        "intermediate_size": config.intermediate_size,
-        "num_hidden_layers": 1,
-        "num_attention_heads": config.num_heads,
-        "num_key_value_heads": config.num_kv_heads,
-        "head_dim": config.head_dim,
-        "hidden_act": "silu",
-        "rms_norm_eps": config.rms_norm_eps,
-        **rope_fields(config.rope),
-        "max_position_embeddings": target.model.config.max_position,
-        "tie_word_embeddings": False,
-        "attention_bias": config.attention_bias,
-        "mlp_bias": config.mlp_bias,
-        "bias": config.fc_bias,
-        "norm_before_residual": config.norm_before_residual,
-        "fc_norm": config.fc_norm,
-        "norm_output": config.norm_output,
-        **tap_fields(config.taps),
-        "torch_dtype": dtype,
-    }
-    # SafeAILab and SGLang take the file's own embedding if, and only if, this field is there.
-    if config.shares_embedding:
-        del fields["target_hidden_size"]
-    # SGLang takes the target's head only where no draft vocabulary is named.
-    if config.shares_head:
-        del fields["draft_vocab_size"]
-    return fields

@@ -22,9 +22,9 @@ class Taps:
     Attributes:
         indices: hidden states hs[k], low to high.
         convention: "hs" or "output", how the ids were read; "default" where the config has none; "given"
-            where the caller gave the indices.
+            where the caller gave the indices; "last" where the draft reads the last hidden state only.
         reason: why, in words.
-        ambiguous: whether the ids themselves did not decide it.
+        ambiguous: whether the file itself did not decide it: a probe can, see `eagle3_jax.training.probe`.
     """
 
     indices: tuple[int, ...]
@@ -32,27 +32,41 @@ class Taps:
     reason: str
     ambiguous: bool = False
 
+    @property
+    def warning(self) -> str | None:
+        """What a user should know, if anything."""
+        if self.ambiguous:
+            return f"{self.reason}; if acceptance is poor, compare with overrides={{'tap_convention': 'output'}}"
+        if self.convention == "default":
+            return (
+                f"{self.reason}; a draft trained on others accepts next to nothing, see `eagle3-jax evaluate --probe`"
+            )
+        return None
+
 
 def resolve_taps(
     config: Mapping[str, Any],
-    num_layers: int,
+    num_layers: int | None,
     where: str,
     convention: str | None = None,
     given: Sequence[int] | None = None,
+    speculators: bool = False,
 ) -> Taps:
     """Find the taps of a draft.
 
     Args:
-        config: its config.json. num_layers: N, layers of the target. where: the file's name for messages.
+        config: its config.json. where: the file's name for messages.
+        num_layers: N, layers of the target; None where it is not known, and only ids can say.
         convention: "hs" or "output" overrules how ids in the file are read.
         given: hs indices to use whatever the file says.
+        speculators: whether the file is in speculators' format, whose ids are hs indices.
 
     Raises:
         Eagle3Error: ids that are malformed, contradict each other or lie outside of the target.
     """
-    taps = _resolve(config, num_layers, where, convention, given)
+    taps = _resolve(config, num_layers, where, convention, given, speculators)
     k = taps.indices
-    if any(not 0 <= index <= num_layers for index in k):
+    if num_layers is not None and any(not 0 <= index <= num_layers for index in k):
         raise Eagle3Error(
             f"{where}: taps {list(k)} ({taps.reason}) are not all in the target's hs[0] .. hs[{num_layers}]; "
             'this is the draft of another target, or set overrides={"taps": ...}'
@@ -66,7 +80,12 @@ def resolve_taps(
 
 
 def _resolve(
-    config: Mapping[str, Any], layers: int, where: str, convention: str | None, given: Sequence[int] | None
+    config: Mapping[str, Any],
+    layers: int | None,
+    where: str,
+    convention: str | None,
+    given: Sequence[int] | None,
+    speculators: bool,
 ) -> Taps:
     if given is not None:
         if convention is not None:
@@ -80,8 +99,11 @@ def _resolve(
     if ids is None:
         if convention is not None:
             raise Eagle3Error(f"{where}: has no {IDS_FIELD} for tap_convention to apply to; set taps instead")
-        default = (2, layers // 2, layers - 3)
-        return Taps(default, "default", "no ids in the config: (2, N//2, N-3), as every reader has it")
+        if layers is None:
+            raise Eagle3Error(
+                f"{where}: no {IDS_FIELD}, so the taps are (2, N//2, N-3) of a target of N layers; name the target"
+            )
+        return Taps(default_taps(layers), "default", "no ids in the config: (2, N//2, N-3), as every reader has it")
     output = tuple(i + 1 for i in ids)
     if top and nested and top != nested:
         if top == tuple(i + 1 for i in nested):
@@ -92,13 +114,20 @@ def _resolve(
         )
     if convention is not None:
         return Taps(output if convention == "output" else ids, convention, "tap_convention given by the caller")
-    if ids[0] == 1 or ids == (1, layers // 2 - 1, layers - 4):
+    if ids[0] == 1:
         return Taps(output, "output", f"ids {list(ids)} start at 1, as SGLang and SpecForge write them")
-    if ids == (2, layers // 2, layers - 3):
+    if layers is not None and ids == default_taps(layers):
         return Taps(ids, "hs", f"ids {list(ids)} are the default hs indices")
     if max(ids) == layers:
         return Taps(ids, "hs", f"ids {list(ids)} include N = {layers}, which no layer's id is")
+    if speculators:
+        return Taps(ids, "hs", f"ids {list(ids)} in speculators' format are hs indices")
     return Taps(ids, "hs", f"ids {list(ids)} fit both readings; taken as vLLM does", ambiguous=True)
+
+
+def default_taps(num_layers: int) -> tuple[int, int, int]:
+    """The taps of a draft whose config names none, for a target of N layers."""
+    return 2, num_layers // 2, num_layers - 3
 
 
 def eagle_config(config: Mapping[str, Any], where: str) -> Mapping[str, Any]:
