@@ -3,7 +3,7 @@
 import dataclasses
 import json
 import shutil
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +16,14 @@ from loading import TARGETS, expected, target
 
 from eagle3_jax.api import score
 from eagle3_jax.checkpoint.families import FAMILIES, config_fields
+from eagle3_jax.checkpoint.names import abstract_params
 from eagle3_jax.checkpoint.targets import load_target
 from eagle3_jax.config import Eagle3Config
 from eagle3_jax.decoding.loop import Generation, generate, speculative_generate
 from eagle3_jax.decoding.request import Chain, GenerationConfig
 from eagle3_jax.decoding.sampling import Sampling, row_keys
 from eagle3_jax.decoding.verify import compare, decision_margin
-from eagle3_jax.models.eagle3 import Eagle3, shared_weights
+from eagle3_jax.models.eagle3 import Eagle3
 
 NAMES = ("qwen3", "qwen3_moe", "minimax_m2", "gpt_oss")
 each_family = pytest.mark.parametrize("name", NAMES)
@@ -54,12 +55,12 @@ def test_a_written_config_reads_as_the_same(name: str) -> None:
 
 
 NEW, BATCH = 24, 8
-CONFIG = GenerationConfig(max_new_tokens=NEW, prefill_chunk=5, block_size=8)
+CONFIG = GenerationConfig(max_new_tokens=NEW, transforms=(), prefill_chunk=5, block_size=8)
 plain_run = jax.jit(generate, static_argnames=("model", "config"))
 drafted_run = jax.jit(speculative_generate, static_argnames=("target_model", "draft_model", "config"))
 
 
-def request(name: str) -> tuple[jax.Array, jax.Array, Sampling, jax.Array]:
+def prompts(name: str) -> tuple[jax.Array, jax.Array, Sampling, jax.Array]:
     """The reference's two prompts, greedy, and six others of all lengths, of which every other is drawn."""
     x, rng = expected(TARGETS / name), np.random.default_rng(0)
     ids = rng.integers(0, 100, (BATCH, 12))
@@ -73,7 +74,7 @@ def request(name: str) -> tuple[jax.Array, jax.Array, Sampling, jax.Array]:
 def plain(request: pytest.FixtureRequest) -> tuple[str, Generation]:
     """What each family generates on its own."""
     loaded = target(request.param)
-    ids, lengths, sampling, keys = globals()["request"](request.param)
+    ids, lengths, sampling, keys = prompts(request.param)
     return request.param, plain_run(loaded.params, ids, lengths, keys, sampling, model=loaded.model, config=CONFIG)
 
 
@@ -86,7 +87,7 @@ def test_greedy_ids_match_the_reference(plain: tuple[str, Generation]) -> None:
 def test_speculation_changes_nothing(plain: tuple[str, Generation], drafts: int) -> None:
     """The draft's own cache and features run along, but half-right proposals make every length of run occur."""
     name, alone = plain
-    loaded, (ids, lengths, sampling, keys) = target(name), request(name)
+    loaded, (ids, lengths, sampling, keys) = target(name), prompts(name)
     drafter, draft_params = steered(name)
     rows = tiny.whole_rows(ids, lengths, np.asarray(alone.tokens))
     wrong = np.random.default_rng(drafts).random(rows.shape) < 0.3
@@ -110,6 +111,7 @@ def test_speculation_changes_nothing(plain: tuple[str, Generation], drafts: int)
     assert np.sum(got.stats.accepted) < np.sum(got.stats.drafted)
 
 
+@cache
 def steered(name: str) -> tuple[tiny.Steered, Any]:
     """An EAGLE-3 draft of random weights that taps the first, a middle and the last hidden state."""
     loaded = target(name)
@@ -125,7 +127,7 @@ def steered(name: str) -> tuple[tiny.Steered, Any]:
         head_dim=8,
         taps=(0, 2, c.num_layers),
     )
-    model, shared = Eagle3(config), shared_weights(loaded.params)
-    features = jnp.zeros((1, 2, 3 * c.hidden_size))
-    init = jax.jit(partial(model.init, method="describe"))
-    return tiny.Steered(model), init(jax.random.key(1), features, jnp.zeros((1, 2), jnp.int32), shared)["params"]
+    model, rng = Eagle3(config), np.random.default_rng(1)
+    return tiny.Steered(model), jax.tree.map(
+        lambda leaf: jnp.asarray(rng.standard_normal(leaf.shape) * 0.3, leaf.dtype), abstract_params(model)
+    )
