@@ -6,7 +6,7 @@ from typing import Any
 
 from eagle3_jax.config.decoder import DecoderConfig
 from eagle3_jax.config.fields import Fields, check_unknown_fields
-from eagle3_jax.config.moe import MoEConfig, parse_choice
+from eagle3_jax.config.moe import MoEConfig, parse_moe
 from eagle3_jax.config.rope import parse_rope
 from eagle3_jax.errors import Eagle3Error
 
@@ -95,8 +95,9 @@ def parse_deepseek_v3(config: Mapping[str, Any], where: str) -> DeepseekConfig:
     fields.expect("head_dim", [rope_dim])
     if rope_dim % 2:
         raise Eagle3Error(f"{where}: qk_rope_head_dim {rope_dim} is odd; RoPE rotates pairs")
-    moe = MoEConfig(
-        **parse_choice(fields, "n_routed_experts"),
+    moe = parse_moe(
+        fields,
+        "n_routed_experts",
         intermediate_size=fields.size("moe_intermediate_size"),
         scoring="sigmoid",
         correction_bias=True,

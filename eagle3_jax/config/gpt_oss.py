@@ -5,7 +5,7 @@ from typing import Any
 
 from eagle3_jax.config.fields import Fields
 from eagle3_jax.config.llama import LlamaConfig, checked, required_fields
-from eagle3_jax.config.moe import MoEConfig, parse_choice
+from eagle3_jax.config.moe import parse_moe
 from eagle3_jax.errors import Eagle3Error
 
 
@@ -24,8 +24,10 @@ def parse_gpt_oss(config: Mapping[str, Any], where: str) -> LlamaConfig:
     fields.expect("initial_context_length", [original] if common["rope"].kind == "yarn" else [])
     bias = fields.flag("attention_bias", True)
     # A softmax over the chosen experts' logits is that over all of them, divided by the chosen ones' sum.
-    moe = MoEConfig(
-        **parse_choice(fields, "num_local_experts", "num_experts"),
+    moe = parse_moe(
+        fields,
+        "num_local_experts",
+        "num_experts",
         intermediate_size=common["intermediate_size"],
         router_bias=True,
         expert_bias=True,

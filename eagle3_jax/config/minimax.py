@@ -5,7 +5,7 @@ from typing import Any
 
 from eagle3_jax.config.fields import Fields
 from eagle3_jax.config.llama import LlamaConfig, checked, required_fields
-from eagle3_jax.config.moe import MoEConfig, parse_choice
+from eagle3_jax.config.moe import parse_moe
 from eagle3_jax.config.rope import parse_rotary_dim
 from eagle3_jax.errors import Eagle3Error
 
@@ -35,8 +35,10 @@ def parse_minimax_m2(config: Mapping[str, Any], where: str) -> LlamaConfig:
         fields.get(name)
     fields.get("mtp_transformer_layers")
     common = required_fields(fields, "minimax_m2", "MiniMaxM2ForCausalLM", partial=True)
-    moe = MoEConfig(
-        **parse_choice(fields, "num_local_experts", "num_experts"),
+    moe = parse_moe(
+        fields,
+        "num_local_experts",
+        "num_experts",
         intermediate_size=common["intermediate_size"],
         scoring="sigmoid",
         correction_bias=True,

@@ -55,20 +55,22 @@ class MoEConfig:
             raise Eagle3Error(f"{self.top_k} experts cannot be chosen from {eligible}")
 
 
-def parse_choice(fields: Fields, *count_names: str) -> dict[str, Any]:
-    """How many experts there are and how many a token uses, under any of their names.
+def parse_moe(fields: Fields, *count_names: str, **rules: Any) -> MoEConfig:
+    """A layer of experts, with its two numbers under any of their names.
 
     Args:
         fields: the file.
         count_names: names of the number of experts, the one for messages first.
+        rules: the other arguments of `MoEConfig`.
 
     Raises:
-        Eagle3Error: a number is missing or malformed, or two names of it disagree.
+        Eagle3Error: a number is missing or malformed, two names of it disagree, or the choice is impossible.
     """
-    return {
-        "num_experts": _agreed(fields, count_names),
-        "top_k": _agreed(fields, ("num_experts_per_tok", "experts_per_token")),
-    }
+    num_experts, top_k = _agreed(fields, count_names), _agreed(fields, ("num_experts_per_tok", "experts_per_token"))
+    try:
+        return MoEConfig(num_experts=num_experts, top_k=top_k, **rules)
+    except Eagle3Error as error:
+        raise Eagle3Error(f"{fields.where}: {error}") from error
 
 
 def _agreed(fields: Fields, names: tuple[str, ...]) -> int:

@@ -6,7 +6,7 @@ from typing import Any
 
 from eagle3_jax.config.fields import Fields
 from eagle3_jax.config.llama import LlamaConfig, checked, required_fields
-from eagle3_jax.config.moe import MoEConfig, parse_choice
+from eagle3_jax.config.moe import parse_moe
 from eagle3_jax.errors import Eagle3Error
 
 
@@ -36,8 +36,10 @@ def parse_qwen3_moe(config: Mapping[str, Any], where: str) -> LlamaConfig:
     layers = range(parsed.num_layers)
     if not isinstance(dense, list) or not all(type(i) is int and i in layers for i in dense):
         raise Eagle3Error(f"{where}: field mlp_only_layers is {dense!r:.80}; a list of layer numbers is needed")
-    moe = MoEConfig(
-        **parse_choice(fields, "num_experts", "num_local_experts"),
+    moe = parse_moe(
+        fields,
+        "num_experts",
+        "num_local_experts",
         intermediate_size=fields.size("moe_intermediate_size"),
         normalize=fields.flag("norm_topk_prob"),
     )
