@@ -155,7 +155,7 @@ def test_the_two_spellings_of_the_reference_fixtures_are_one_model(fixtures_dir:
         "activation_clip",
         "num_head_groups",
         "residual_multiplier",
-        "quantization_config",
+        "quantization_method",
     ],
 )
 def test_an_unknown_field_that_bears_on_the_maths_is_refused_by_name(name: str) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 from eagle3_jax.checkpoint.dialects import LayerNames, find_layers, flatten, is_speculators
 from eagle3_jax.checkpoint.files import quote
 from eagle3_jax.checkpoint.names import FORMATS, check_dtype
+from eagle3_jax.checkpoint.narrow import find_matrix
 from eagle3_jax.checkpoint.taps import IDS_FIELD, Taps, eagle_config, resolve_taps
 from eagle3_jax.checkpoint.tensors import TensorSource
 from eagle3_jax.config import (
@@ -268,9 +269,9 @@ class _Shapes:
         self.source = source
 
     def matrix(self, name: str) -> tuple[int, int]:
-        if name not in self.source:
+        if (found := find_matrix(self.source, name)) is None:
             raise Eagle3Error(f"{self.source.path}: tensor {name} is missing; every EAGLE-3 draft has it")
-        shape = self.source.shape(name)
+        shape = found.shape
         if len(shape) != 2 or 0 in shape:
             raise Eagle3Error(f"{self.source.path}: tensor {name} has shape {shape}; a matrix [out, in] is needed")
         return shape[0], shape[1]

@@ -18,7 +18,7 @@ from eagle3_jax.checkpoint.draft_config import NO_OVERRIDES, Overrides, ParsedDr
 from eagle3_jax.checkpoint.draft_writer import write_draft
 from eagle3_jax.checkpoint.files import refusing_io
 from eagle3_jax.checkpoint.folders import read_config
-from eagle3_jax.checkpoint.loading import load_params
+from eagle3_jax.checkpoint.loading import NarrowPolicy, load_params
 from eagle3_jax.checkpoint.maps import read_target_ids
 from eagle3_jax.checkpoint.names import (
     abstract_params,
@@ -29,12 +29,13 @@ from eagle3_jax.checkpoint.names import (
 )
 from eagle3_jax.checkpoint.orbax import is_orbax_folder
 from eagle3_jax.checkpoint.pickles import PICKLE_FILE, PickleSource
+from eagle3_jax.checkpoint.quant_config import parse_quant_config
 from eagle3_jax.checkpoint.registry import locate
 from eagle3_jax.checkpoint.targets import Target
 from eagle3_jax.checkpoint.tensors import INDEX_FILE, SINGLE_FILE, open_checkpoint_folder
 from eagle3_jax.errors import Eagle3Error
 from eagle3_jax.models.eagle3 import Eagle3
-from eagle3_jax.quant.weight import Weight
+from eagle3_jax.quant.weight import Weight, formats_of
 
 log = logging.getLogger("eagle3_jax")
 
@@ -69,7 +70,13 @@ class Draft:
     taps_ambiguous: bool = False
 
 
-def load_draft(path: str | os.PathLike[str], target: Target, overrides: Mapping[str, Any] | None = None) -> Draft:
+def load_draft(
+    path: str | os.PathLike[str],
+    target: Target,
+    overrides: Mapping[str, Any] | None = None,
+    widen: bool | None = None,
+    activations: str | None = None,
+) -> Draft:
     """Load an EAGLE-3 draft (arXiv 2503.01840; EAGLE-3.1 too) for a target.
 
     Args:
@@ -79,6 +86,8 @@ def load_draft(path: str | os.PathLike[str], target: Target, overrides: Mapping[
             "tap_convention": "hs" or "output", how layer ids are read; "taps": hs indices, low to high;
             "norm_output", "norm_before_residual": bool; "rope_theta": float; "embedding": "own" or "target";
             "dtype": of matrices and activations, else the target's.
+        widen, activations: what becomes of narrow weights and what they meet, as in `load_target`; the target's
+            own weights may be in any other format.
 
     Raises:
         Eagle3Error: no such draft; a kind of draft or a setting that is not supported; the draft of another
@@ -95,10 +104,10 @@ def load_draft(path: str | os.PathLike[str], target: Target, overrides: Mapping[
     given = Overrides.read(overrides) if overrides else NO_OVERRIDES
     name, folder = locate(path, "draft")
     with refusing_io(folder):
-        return _load_folder(name, folder, target, given)
+        return _load_folder(name, folder, target, given, NarrowPolicy.default(widen, activations))
 
 
-def _load_folder(name: str, folder: Path, target: Target, given: Overrides) -> Draft:
+def _load_folder(name: str, folder: Path, target: Target, given: Overrides, policy: NarrowPolicy) -> Draft:
     if not folder.is_dir():
         raise Eagle3Error(f"{folder}: is a file; give the draft's folder, with config.json and {SINGLE_FILE}")
     if is_orbax_folder(folder):
@@ -107,10 +116,14 @@ def _load_folder(name: str, folder: Path, target: Target, given: Overrides) -> D
     source = open_draft_folder(folder)
     facts = TargetFacts.of(target.model.config)
     parsed = parse_draft(config, source, facts, str(folder / "config.json"), given)
-    model = Eagle3(parsed.config)
     target_ids = read_target_ids(source, parsed.config.draft_vocab_size, parsed.config.vocab_size)
-    ignored = ("embed_tokens.weight",) if parsed.config.shares_embedding else ()
-    params = load_params(abstract_params(model), source, parsed.layers.key_map(), ignored)
+    ignored = ["d2t", "t2d"]
+    if parsed.config.shares_embedding:
+        ignored.append("embed_tokens.weight")
+    policy = dataclasses.replace(policy, config=parse_quant_config(config, str(folder / "config.json")))
+    abstract = abstract_params(Eagle3(parsed.config))
+    params = load_params(abstract, source, parsed.layers.key_map(), ignored, policy=policy)
+    model = Eagle3(dataclasses.replace(parsed.config, weights=formats_of(params, parsed.config.weights)))
     if "target_ids" in params:
         params["target_ids"] = jnp.asarray(target_ids)
     warnings = [*parsed.warnings, *_embedding_warnings(params, parsed, target)]
@@ -135,15 +148,26 @@ def open_draft_folder(folder: Path) -> DraftTensors:
 
 
 def _embedding_warnings(params: Any, parsed: ParsedDraft, target: Target) -> list[str]:
-    """A note if the draft's own embedding has nothing in common with the target's."""
+    """A note if the draft's own embedding has nothing in common with the target's.
+
+    Raises:
+        Eagle3Error: it is empty, as some exporters leave it.
+    """
     c = parsed.config
-    if c.shares_embedding or c.hidden_size != c.target_hidden_size:
+    if c.shares_embedding:
         return []
     ids = jnp.asarray(np.linspace(0, c.vocab_size - 1, min(_SAMPLED_ROWS, c.vocab_size)).astype(np.int32))
     own, theirs = (
         np.asarray(weight.outputs(ids)).astype(np.float32)
         for weight in (params["embed"]["weight"], target.params["embed"]["weight"])
     )
+    if c.vocab_size > 1 and np.all(own == own[0]):
+        raise Eagle3Error(
+            'its embed_tokens.weight has the same row for every token; set overrides={"embedding": "target"} to use '
+            "the target's"
+        )
+    if c.hidden_size != c.target_hidden_size:
+        return []
     lengths = np.linalg.norm(own, axis=1) * np.linalg.norm(theirs, axis=1)
     likeness = float(np.mean(np.sum(own * theirs, axis=1) / np.maximum(lengths, 1e-30)))
     if likeness > 0.5:

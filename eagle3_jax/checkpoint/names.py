@@ -1,33 +1,28 @@
-"""Which tensor of a checkpoint is which weight of a model, as data, and the loading that follows it.
+"""Which tensor of a checkpoint is which weight of a model, as data.
 
 `jax.eval_shape` of a model describes its weights (see `eagle3_jax.quant.weight`); loading walks that tree.
 Files hold matrices as PyTorch does, [out, in]; `Weight.layout` says how they are kept here.
 """
 
 import dataclasses
-import logging
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from eagle3_jax.checkpoint.tensors import DTYPES, TensorSource
 from eagle3_jax.config import Eagle3Config
 from eagle3_jax.errors import Eagle3Error
 from eagle3_jax.models.decoder import Decoder
 from eagle3_jax.models.eagle3 import Eagle3, SharedWeights
 from eagle3_jax.quant.formats import FLOAT_FORMATS
-from eagle3_jax.quant.weight import Weight, is_weight, named_weights, tree_path
-
-log = logging.getLogger("eagle3_jax")
+from eagle3_jax.quant.weight import Weight
+from eagle3_jax.quant.weight import named_weights as named_weights
 
 FORMATS = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}
 """Weight format of each dtype a checkpoint can be loaded in or saved as."""
-
-_PLAIN_DTYPES = [DTYPES[name] for name in ("F64", "F32", "F16", "BF16")]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -149,104 +144,6 @@ def abstract_params(model: Decoder | Eagle3) -> Any:
         return model.init(jax.random.key(0), *inputs, method="describe")["params"]
 
     return jax.eval_shape(init, *inputs)
-
-
-def load_params(
-    abstract: Any,
-    source: TensorSource,
-    names: KeyMap,
-    ignored: Collection[str] = (),
-    config: str = "config.json",
-) -> Any:
-    """Read every weight of a model, tensor by tensor, into the format and layout the model declares.
-
-    Args:
-        abstract: the tree of `abstract_params`; leaves that are not a `Weight` are kept as they are.
-        source: the checkpoint.
-        names: how it names its tensors.
-        ignored: tensors that may be there and are not read.
-        config: what described the model, for messages.
-
-    Raises:
-        Eagle3Error: a tensor is missing, has another shape, is quantised, or holds NaN or infinity; or there
-            is one that the model has no place for.
-    """
-    weights = named_weights(abstract)
-    wanted = {name for path, weight in weights.items() for name in names.file_names(path, weight)}
-    if missing := sorted(name for name in wanted if name not in source):
-        raise Eagle3Error(
-            f"{source.path}: tensor {missing[0]} is missing{_more(missing)}; {config} describes a model that has it"
-        )
-    known = wanted.union(ignored)
-    unread = [n for n in source if n not in known]
-    extra = [n for n in unread if not any(re.fullmatch(p, n) for p in names.ignored)]
-    if extra:
-        raise Eagle3Error(
-            f"{source.path}: tensor {extra[0]} is not part of the model that {config} describes"
-            f"{_more(extra)}; without it the result could be wrong"
-        )
-    if unread:
-        log.info("%s: tensor %s is not needed and not read%s", source.path, unread[0], _more(unread))
-    loaded = {}
-    # Largest first: what converting the largest takes besides is then not on top of all the others.
-    for path in sorted(weights, key=lambda path: -np.prod(weights[path].shape)):
-        loaded[path] = _read_weight(source, names, path, weights[path], config)
-    return jax.tree_util.tree_map_with_path(
-        lambda keys, leaf: loaded.get(tree_path(keys), leaf), abstract, is_leaf=is_weight
-    )
-
-
-def _more(names: list[str]) -> str:
-    return f" (and {len(names) - 1} more)" if len(names) > 1 else ""
-
-
-def _read_weight(source: TensorSource, names: KeyMap, path: str, weight: Weight, config: str) -> Weight:
-    """One weight, tensor by tensor into its place: a stack never lies in memory twice."""
-    place, files = names.place(path), names.file_names(path, weight)
-    # An owned copy in its final order and dtype: a view of the mapped file would change with the file.
-    stored = np.empty(weight.value.shape, FLOAT_FORMATS[weight.format])
-    if isinstance(place, Fused):
-        # Stacks are stored [E, in, out], the other way round than single matrices.
-        shape = (*weight.shape[:-1], weight.shape[-1] * place.parts)
-        tensor = _read_tensor(source, place.name, shape, config)[..., place.part :: place.parts]
-        _store(stored, tensor, weight.layout == "nk", f"{source.path}: tensor {place.name}")
-    elif isinstance(place, HeadRows):
-        columns, rows = weight.shape
-        shape = (rows // place.count * place.period, columns)
-        heads = _read_tensor(source, place.name, shape, config).reshape(-1, place.period, columns)
-        tensor = heads[:, place.first : place.first + place.count].reshape(rows, columns)
-        _store(stored, tensor, weight.layout == "kn", f"{source.path}: tensor {place.name}")
-    else:
-        shape = weight.shape[1:] if "{e}" in place else weight.shape
-        targets = stored if "{e}" in place else [stored]
-        for target, name in zip(targets, files, strict=True):
-            tensor = _read_tensor(source, name, shape[::-1], config)
-            _store(target, tensor, weight.layout == "kn", f"{source.path}: tensor {name}")
-    return dataclasses.replace(weight, value=jax.device_put(stored))
-
-
-def _read_tensor(source: TensorSource, name: str, needed: tuple[int, ...], config: str) -> np.ndarray:
-    """A tensor of the shape that is needed, without NaN or infinity."""
-    shape = source.shape(name)
-    if shape != needed:
-        hint = "; it is transposed: files hold [out, in]" if shape == needed[::-1] else ""
-        raise Eagle3Error(f"{source.path}: tensor {name} has shape {shape}; {config} needs {needed}{hint}")
-    if source.dtype(name) not in _PLAIN_DTYPES:
-        raise Eagle3Error(
-            f"{source.path}: tensor {name} is stored as {source.format(name)}; "
-            "only plain F32, BF16 and F16 weights can be loaded yet"
-        )
-    tensor = source.read(name)
-    check_finite(tensor, f"{source.path}: tensor {name}")
-    return tensor
-
-
-def _store(target: np.ndarray, tensor: np.ndarray, transposed: bool, what: str) -> None:
-    """Convert a tensor into its place."""
-    with np.errstate(over="ignore"):  # refused below, by name
-        target[...] = tensor.swapaxes(-1, -2) if transposed else tensor
-    if target.dtype.itemsize < tensor.dtype.itemsize:
-        check_finite(target, f"{what}, converted to {target.dtype},")
 
 
 def check_finite(tensor: np.ndarray, what: str) -> None:

@@ -7,14 +7,16 @@ import jax
 import numpy as np
 
 from eagle3_jax.checkpoint.files import read_json, write_json_atomic
-from eagle3_jax.checkpoint.names import check_finite, named_weights
+from eagle3_jax.checkpoint.names import check_finite
 from eagle3_jax.errors import Eagle3Error
-from eagle3_jax.quant.weight import is_weight
+from eagle3_jax.quant.activations import MODES
+from eagle3_jax.quant.formats import NARROW_FORMATS
+from eagle3_jax.quant.weight import is_weight, named_weights
 
 META_FILE = "eagle3_jax.json"
 """Marks a folder as written by this library and says what the parameters are."""
 
-_FORMAT = "eagle3_jax.orbax"
+_FORMAT, _VERSION = "eagle3_jax.orbax", 2
 _PARAMS = "params"
 
 
@@ -24,18 +26,16 @@ def is_orbax_folder(folder: Path) -> bool:
 
 
 def write_params(folder: Path, params: Any, kind: str, dtype: str) -> None:
-    """Write a parameter tree into an existing folder.
+    """Write a parameter tree into an existing folder, narrow weights as they are.
 
     Args:
         folder: gets a folder `params` and the file `META_FILE`.
         params: a tree of `Weight`s.
-        kind: what they belong to, "target" or "draft". dtype: dtype of the weights.
+        kind: what they belong to, "target" or "draft". dtype: dtype of the float weights.
 
     Raises:
-        Eagle3Error: a weight has a scale (narrow formats), or Orbax cannot write.
+        Eagle3Error: Orbax cannot write.
     """
-    if any(weight.scale is not None for weight in named_weights(params).values()):
-        raise Eagle3Error(f"{folder}: weights in a narrow format cannot be saved with Orbax yet; use float weights")
     import orbax.checkpoint as ocp
 
     try:
@@ -43,18 +43,33 @@ def write_params(folder: Path, params: Any, kind: str, dtype: str) -> None:
             checkpointer.save(folder.absolute() / _PARAMS, args=ocp.args.StandardSave(_values(params)))  # pyright: ignore[reportCallIssue]
     except Exception as error:
         raise Eagle3Error(f"{folder}: Orbax cannot write the weights: {_first_line(error)}") from error
-    write_json_atomic(folder / META_FILE, {"format": _FORMAT, "version": 1, "kind": kind, "dtype": dtype})
+    weights = named_weights(params)
+    meta = {
+        "format": _FORMAT,
+        "version": _VERSION,
+        "kind": kind,
+        "dtype": dtype,
+        "narrow": {path: weight.format for path, weight in weights.items() if weight.scale is not None},
+        "activations": {path: w.activations for path, w in weights.items() if w.activations != "wide"},
+    }
+    write_json_atomic(folder / META_FILE, meta)
 
 
 def read_meta(folder: Path) -> dict[str, Any]:
-    """The checked contents of `META_FILE`: "format", "version", "kind" and "dtype".
+    """The checked contents of `META_FILE`.
+
+    "format", "version", "kind", "dtype"; "narrow": format of each narrow weight by its path; "activations": their
+    mode of each weight whose activations are rounded.
 
     Raises:
-        Eagle3Error: malformed, or written by a later version of the library.
+        Eagle3Error: malformed, or written by another version of the library.
     """
     meta = read_json(folder / META_FILE)
-    good = set(meta) == {"format", "version", "kind", "dtype"} and meta["format"] == _FORMAT
-    if not good or meta["version"] != 1:
+    fields = {"format", "version", "kind", "dtype", "narrow", "activations"}
+    good = set(meta) == fields and (meta["format"], meta["version"]) == (_FORMAT, _VERSION)
+    for name, known in (("narrow", NARROW_FORMATS), ("activations", MODES)):
+        good = good and isinstance(meta[name], dict) and all(str(value) in known for value in meta[name].values())
+    if not good:
         raise Eagle3Error(f"{folder / META_FILE}: not a checkpoint that this version of eagle3_jax can read")
     return meta
 
@@ -64,7 +79,8 @@ def read_params(folder: Path, abstract: Any) -> Any:
 
     Args:
         folder: what `write_params` wrote.
-        abstract: the tree of `eagle3_jax.checkpoint.names.abstract_params`; values are cast to its dtypes.
+        abstract: the tree of `eagle3_jax.checkpoint.names.abstract_params` of a model that knows which weights are
+            narrow; float values are cast to its dtypes.
 
     Raises:
         Eagle3Error: the folder is damaged, holds other weights than the model has, or NaN or infinity.
@@ -81,20 +97,33 @@ def read_params(folder: Path, abstract: Any) -> Any:
             )
     except Exception as error:
         raise Eagle3Error(f"{folder}: Orbax cannot restore the weights: {_first_line(error)}") from error
-    params = jax.tree.map(
-        lambda leaf, value: leaf.replace(value=value) if is_weight(leaf) else value,
-        abstract,
-        values,
-        is_leaf=is_weight,
-    )
+    params = jax.tree.map(_weight, abstract, values, is_leaf=is_weight)
     for path, weight in named_weights(params).items():
-        check_finite(np.asarray(weight.value), f"{folder}: weight {path}")
+        if weight.scale is None:
+            check_finite(np.asarray(weight.value), f"{folder}: weight {path}")
+        else:
+            check_finite(np.asarray(weight.scale, np.float32), f"{folder}: the scales of weight {path}")
     return params
 
 
 def _values(params: Any) -> Any:
-    """The tree with each `Weight` replaced by its array: what lies on disk knows no class of this library."""
-    return jax.tree.map(lambda leaf: leaf.value if is_weight(leaf) else leaf, params, is_leaf=is_weight)
+    """The tree with each `Weight` replaced by its arrays: what lies on disk knows no class of this library."""
+
+    def values(leaf: Any) -> Any:
+        if not is_weight(leaf):
+            return leaf
+        extra = {"scale": leaf.scale, "input_scale": leaf.input_scale}
+        extra = {name: array for name, array in extra.items() if array is not None}
+        return {"value": leaf.value, **extra} if extra else leaf.value
+
+    return jax.tree.map(values, params, is_leaf=is_weight)
+
+
+def _weight(leaf: Any, values: Any) -> Any:
+    """The leaf of an abstract tree with the arrays that `_values` made of it."""
+    if not is_weight(leaf):
+        return values
+    return leaf.replace(**values) if isinstance(values, dict) else leaf.replace(value=values)
 
 
 def _first_line(error: Exception) -> str:

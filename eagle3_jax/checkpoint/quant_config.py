@@ -66,6 +66,8 @@ class QuantConfig:
 def parse_quant_config(config: Mapping[str, Any], where: str) -> QuantConfig | None:
     """Read a config.json's `quantization_config`, leniently: fields that are not known are passed over.
 
+    Models with pictures have it beside or in their `text_config`.
+
     Args:
         config: the parsed file. where: its name for messages.
 
@@ -75,7 +77,9 @@ def parse_quant_config(config: Mapping[str, Any], where: str) -> QuantConfig | N
     Raises:
         Eagle3Error: not an object, no method, or a list of modules that cannot be understood.
     """
-    fields = config.get(FIELD)
+    fields, nested = config.get(FIELD), config.get("text_config")
+    if fields is None and isinstance(nested, Mapping):
+        fields = nested.get(FIELD)
     if fields is None:
         return None
     if not isinstance(fields, Mapping) or not isinstance(fields.get("quant_method"), str):

@@ -20,15 +20,17 @@ from eagle3_jax.checkpoint.folders import (
     read_eos_ids,
 )
 from eagle3_jax.checkpoint.gguf import GGUFSource
-from eagle3_jax.checkpoint.names import FORMATS, abstract_params, check_dtype, load_params
+from eagle3_jax.checkpoint.loading import WIDE, NarrowPolicy, load_params
+from eagle3_jax.checkpoint.names import FORMATS, abstract_params, check_dtype
 from eagle3_jax.checkpoint.orbax import is_orbax_folder, read_meta, read_params, write_params
+from eagle3_jax.checkpoint.quant_config import parse_quant_config
 from eagle3_jax.checkpoint.registry import locate
 from eagle3_jax.checkpoint.tensors import TensorSource, open_checkpoint_folder
 from eagle3_jax.config import DecoderConfig, RopeConfig
 from eagle3_jax.errors import Eagle3Error
 from eagle3_jax.models.decoder import Decoder
 from eagle3_jax.models.rope import inverse_frequencies
-from eagle3_jax.quant.weight import WeightFormats
+from eagle3_jax.quant.weight import WeightFormats, formats_of, named_weights
 from eagle3_jax.text import Tokenizer
 
 _TOKENIZER_FILES = (
@@ -68,17 +70,28 @@ def default_dtype() -> str:
     return "float32" if jax.default_backend() == "cpu" else "bfloat16"
 
 
-def load_target(path: str | os.PathLike[str], dtype: str | None = None) -> Target:
+def load_target(
+    path: str | os.PathLike[str],
+    dtype: str | None = None,
+    widen: bool | None = None,
+    activations: str | None = None,
+) -> Target:
     """Load a target model.
 
     Args:
         path: a known name, a Hugging Face folder, a GGUF file, or a folder of `save_target_orbax`.
         dtype: "float32", "bfloat16" or "float16", of matrices and activations; norms and biases stay float32.
             None is float32 on CPU and bfloat16 on accelerators; for an Orbax folder, what was saved.
+        widen: turn narrow weights (FP8, MXFP4, INT4) into `dtype` once, now; else they are kept and used as they
+            are stored. None widens on CPU only.
+        activations: how those that meet narrow weights are rounded. None: as a card does for FP8 weights that stay
+            narrow, else not at all. "wide": not at all. "fake_quant": as a card does, also for weights that were
+            widened. "mxfp8": the same, with MXFP8 for MXFP4 weights.
 
     Raises:
         Eagle3Error: no such checkpoint; another architecture or a setting that is not supported; malformed,
-            missing, surplus or misshapen tensors, or NaN in them; or it is a draft.
+            missing, surplus or misshapen tensors, or NaN in them; quantised weights and a quantization_config that
+            contradict each other; or it is a draft.
 
     Example:
         >>> target = load_target("smollm2-135m")  # doctest: +SKIP
@@ -87,23 +100,26 @@ def load_target(path: str | os.PathLike[str], dtype: str | None = None) -> Targe
     """
     if dtype is not None:
         check_dtype(dtype)
+    policy = NarrowPolicy.default(widen, activations)
     name, place = locate(path, "target")
     with refusing_io(place):
         if not place.is_dir():
             return _load_gguf(name, place, dtype or default_dtype())
         if is_orbax_folder(place):
-            return _load_orbax(name, place, dtype)
-        return _load_folder(name, place, dtype or default_dtype())
+            return _load_orbax(name, place, dtype, policy)
+        return _load_folder(name, place, dtype or default_dtype(), policy)
 
 
-def _load_folder(name: str, folder: Path, dtype: str) -> Target:
+def _load_folder(name: str, folder: Path, dtype: str, policy: NarrowPolicy) -> Target:
     config = read_config(folder)
     _refuse_draft(folder, is_draft(config))
     model = _model(config, str(folder / "config.json"), dtype)
     source = open_checkpoint_folder(folder)
     _refuse_draft(folder, is_draft(config, source))
     tokenizer, eos_ids = _read_text(folder, config, model.config)
-    return Target(name, model, _load_weights(model, source), tokenizer, eos_ids, folder)
+    policy = dataclasses.replace(policy, config=parse_quant_config(config, str(folder / "config.json")))
+    model, params = _load_weights(model, source, policy)
+    return Target(name, model, params, tokenizer, eos_ids, folder)
 
 
 def _load_gguf(name: str, file: Path, dtype: str) -> Target:
@@ -116,10 +132,10 @@ def _load_gguf(name: str, file: Path, dtype: str) -> Target:
     model = _model(config, str(file), dtype)
     eos_ids = check_eos_ids(source.eos_ids, model.config.vocab_size, str(file))
     tokenizer = Tokenizer.from_gguf(source.metadata, str(file))
-    return Target(name, model, _load_weights(model, source), tokenizer, eos_ids, file)
+    return Target(name, *_load_weights(model, source, WIDE), tokenizer, eos_ids, file)
 
 
-def _load_orbax(name: str, folder: Path, dtype: str | None) -> Target:
+def _load_orbax(name: str, folder: Path, dtype: str | None, policy: NarrowPolicy) -> Target:
     meta = read_meta(folder)
     _refuse_draft(folder, meta["kind"] != "target")
     config = read_config(folder)
@@ -127,7 +143,14 @@ def _load_orbax(name: str, folder: Path, dtype: str | None) -> Target:
     tokenizer, eos_ids = _read_text(folder, config, model.config)
     if (layers := model.config.num_layers) > _MOST_LAYERS:
         raise Eagle3Error(f"{folder / 'config.json'}: {layers} layers are more than any model has")
-    return Target(name, model, read_params(folder, abstract_params(model)), tokenizer, eos_ids, folder)
+    weights = model.config.weights
+    narrow = [(path, format, "nk") for path, format in meta["narrow"].items()]
+    stored = dataclasses.replace(
+        weights, exceptions=(*narrow, *weights.exceptions), activations=tuple(meta["activations"].items())
+    )
+    params = read_params(folder, abstract_params(_with_weights(model, stored)))
+    params = policy.applied(params, weights)
+    return Target(name, _with_weights(model, formats_of(params, weights)), params, tokenizer, eos_ids, folder)
 
 
 def _refuse_draft(folder: Path, draft: bool) -> None:
@@ -143,13 +166,19 @@ def _model(config: Mapping[str, Any], where: str, dtype: str) -> Decoder:
     return family.model(dataclasses.replace(parsed, dtype=dtype, weights=weights))
 
 
+def _with_weights(model: Decoder, weights: WeightFormats) -> Decoder:
+    """The same model with weights of other formats."""
+    return type(model)(dataclasses.replace(model.config, weights=weights))
+
+
 def _weight_formats(tied: bool, dtype: str) -> WeightFormats:
     fmt = FORMATS[dtype]
     # Single rows are gathered from an embedding; a tied one is also the head, whose layout matters more.
     return WeightFormats(fmt, exceptions=() if tied else (("embed/weight", fmt, "nk"),))
 
 
-def _load_weights(model: Decoder, source: TensorSource) -> Any:
+def _load_weights(model: Decoder, source: TensorSource, policy: NarrowPolicy) -> tuple[Decoder, Any]:
+    """The weights of a model, and the model with the formats they are in."""
     # Before the model is described, layer by layer, for as many as a damaged config names.
     if (layers := model.config.num_layers) > len(source):
         raise Eagle3Error(f"{source.path}: {len(source)} tensors cannot be the {layers} layers that the config names")
@@ -163,7 +192,8 @@ def _load_weights(model: Decoder, source: TensorSource) -> Any:
                 "set tie_word_embeddings to false"
             )
         ignored = (head,)
-    return load_params(abstract_params(model), source, names, ignored)
+    params = load_params(abstract_params(model), source, names, ignored, policy=policy)
+    return _with_weights(model, formats_of(params, model.config.weights)), params
 
 
 def _read_text(
@@ -207,19 +237,28 @@ def save_target_orbax(target: Target, path: str | os.PathLike[str]) -> None:
     The folder has config.json in Hugging Face's words, the tokenizer's files and the weights. It appears
     complete or not at all.
 
+    Weights that are narrow are saved so: what takes long to read out of many safetensors files once is quick ever
+    after.
+
     Args:
         target: a target as `load_target` gives it.
         path: the folder.
 
     Raises:
-        Eagle3Error: weights in another format than float, or the folder cannot be written.
+        Eagle3Error: float weights in another layout than the default, or the folder cannot be written.
 
     Example:
         >>> save_target_orbax(target, "smollm2-orbax")  # doctest: +SKIP
     """
-    config = target.model.config
-    if config.weights != _weight_formats(config.tied, config.dtype):
-        raise Eagle3Error(f"{path}: only float weights in their default layout can be saved with Orbax yet")
+    config, named = target.model.config, named_weights(target.params)
+    default = abstract_params(_with_weights(target.model, _weight_formats(config.tied, config.dtype)))
+    for place, weight in named_weights(default).items():
+        found = named[place]
+        if found.scale is None and (found.format, found.layout) != (weight.format, weight.layout):
+            raise Eagle3Error(
+                f"{path}: weight {place} is {found.format} {found.layout}; only float weights in their default "
+                "layout, and narrow ones, can be saved with Orbax"
+            )
     with atomic_folder(path) as folder:
         write_params(folder, target.params, "target", config.dtype)
         fields = config_fields(config)

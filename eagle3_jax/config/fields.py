@@ -11,11 +11,15 @@ log = logging.getLogger("eagle3_jax")
 
 INERT_FIELDS = frozenset(
     """_name_or_path architectures attention_dropout auto_map bos_token_id dtype eos_token_id
-    initializer_range is_llama_config model_type pad_token_id pretraining_tp
+    initializer_range is_llama_config model_type pad_token_id pretraining_tp quantization_config
     torch_dtype transformers_version transformers.js_config unk_token_id use_cache
     resid_pdrop embd_pdrop mlp_dropout unsloth_fixed""".split()
 )
-"""Fields of a Hugging Face config.json that do not change what a Llama-style model computes."""
+"""Fields of a Hugging Face config.json that do not change what a Llama-style model computes.
+
+How weights are quantised is found out from the tensors, and `quantization_config` checked against them, when they
+are loaded.
+"""
 
 _BEARS_ON_MATHS = re.compile(r"norm|rope|rotary|scal|layer|window|bias|act|head|soft_?cap|multiplier|quant")
 

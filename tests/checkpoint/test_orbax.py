@@ -110,7 +110,8 @@ def test_damaged_folders_are_refused(saved: Path, tmp_path: Path) -> None:
     config = json.loads((narrow / "config.json").read_text())
     (narrow / "config.json").write_text(json.dumps({**config, "intermediate_size": 71}))
     (shallow / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 5}))
-    (newer / META_FILE).write_text('{"format": "eagle3_jax.orbax", "version": 2, "kind": "target", "dtype": "x"}')
+    meta = json.loads((newer / META_FILE).read_text())
+    (newer / META_FILE).write_text(json.dumps({**meta, "version": meta["version"] + 1}))
     # In a process of its own: reads that Orbax abandons when another fails complain at any later time.
     folders = [no_params, no_data, narrow, shallow, newer]
     command = [sys.executable, "-c", REFUSALS, *map(str, folders)]
