@@ -93,18 +93,29 @@ def _last_layer(target_params: Mapping[str, Any]) -> Any:
 
 
 def _copy_layer(params: dict[str, Any], layer: Any, config: Eagle3Config) -> None:
-    """Fill the draft's layer from a target's; an MLP of another width stays random."""
+    """Fill the draft's layer from a target's; attention and MLP of another kind or width stay random.
+
+    Such are latent attention, experts, and weights in a narrow format.
+    """
     params["hidden_norm"] = _copied(params["hidden_norm"], layer["attention_norm"])
     params["mlp_norm"] = _copied(params["mlp_norm"], layer["mlp_norm"])
-    attention = dict(params["attention"])
-    for name in "qkv":
-        random_half = _matrix(attention[name]["weight"])[: config.hidden_size]
-        feature_half = _matrix(layer["attention"][name]["weight"]).astype(random_half.dtype)
-        attention[name] = _filled(attention[name], jnp.concatenate([random_half, feature_half]))
-    attention["o"] = _copied(attention["o"], layer["attention"]["o"])
-    params["attention"] = attention
-    if layer["mlp"]["up"]["weight"].shape[1] == config.intermediate_size:
+    ours, theirs = dict(params["attention"]), layer["attention"]
+    if all(_fits(theirs, name, (config.hidden_size, ours[name]["weight"].shape[1])) for name in "qkv"):
+        for name in "qkv":
+            random_half = _matrix(ours[name]["weight"])[: config.hidden_size]
+            feature_half = _matrix(theirs[name]["weight"]).astype(random_half.dtype)
+            ours[name] = _filled(ours[name], jnp.concatenate([random_half, feature_half]))
+        if _fits(theirs, "o", ours["o"]["weight"].shape):
+            ours["o"] = _copied(ours["o"], theirs["o"])
+        params["attention"] = ours
+    if all(_fits(layer["mlp"], name, params["mlp"][name]["weight"].shape) for name in params["mlp"]):
         params["mlp"] = {name: _copied(params["mlp"][name], layer["mlp"][name]) for name in params["mlp"]}
+
+
+def _fits(module: Mapping[str, Any], name: str, shape: tuple[int, ...]) -> bool:
+    """Whether a target's module has a plain matrix of this name and shape."""
+    weight = module[name]["weight"] if name in module else None
+    return weight is not None and weight.scale is None and weight.shape == shape
 
 
 def _matrix(weight: Weight) -> Array:

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import loading
 import numpy as np
 import pytest
 from training import selfchats
@@ -184,10 +185,10 @@ def test_initial_weights_are_the_targets() -> None:
     params = init_draft(model, jax.random.key(0), target.params, ids, from_target=True)
     width = config.hidden_size
     features = jax.random.normal(jax.random.key(1), (1, 2, 3 * width))
-    fused = model.apply({"params": params}, features, method="fuse")
+    shared = shared_weights(target.params)
+    fused = model.apply({"params": params}, features, shared, method="fuse")
     np.testing.assert_array_equal(fused, features[..., -width:])
     y = jax.random.normal(jax.random.key(2), (2, width))
-    shared = shared_weights(target.params)
     ours: Any = model.apply({"params": params}, y, shared, method="logits")
     theirs: Any = target.model.apply({"params": target.params}, y, method="logits")
     np.testing.assert_allclose(ours, theirs[:, ids], rtol=1e-6, atol=1e-6)
@@ -198,6 +199,20 @@ def test_initial_weights_are_the_targets() -> None:
         )
     np.testing.assert_array_equal(params["mlp"]["down"]["weight"].value, last["mlp"]["down"]["weight"].value)
     assert params["target_ids"].dtype == jnp.int32
+
+
+@pytest.mark.parametrize(("name", "attention"), [("qwen3_moe", True), ("gpt_oss", True), ("deepseek_v3_kimi", False)])
+def test_a_layer_of_another_kind_is_taken_as_far_as_it_fits(name: str, attention: bool) -> None:
+    """Experts and latent attention have no place in the draft's layer; its norms and the head do."""
+    target = loading.target(name)
+    config = draft_config(target.model.config, 48, (1, 2, 4))
+    params = init_draft(Eagle3(config), jax.random.key(0), target.params, np.arange(48), from_target=True)
+    last = target.params[f"layers_{target.model.config.num_layers - 1}"]
+    np.testing.assert_array_equal(params["mlp_norm"]["weight"].value, last["mlp_norm"]["weight"].value)
+    np.testing.assert_array_equal(params["head"]["weight"].value, target.params["head"]["weight"].value[:, :48])
+    if attention:
+        ours = params["attention"]["k"]["weight"].value[config.hidden_size :]
+        np.testing.assert_array_equal(ours, last["attention"]["k"]["weight"].value)
 
 
 @pytest.mark.parametrize(
