@@ -103,7 +103,7 @@ class LayerNames:
     count: int = 1
 
     def key_map(self) -> KeyMap:
-        """Names of all tensors of a draft; d2t and t2d are read by the draft loader."""
+        """Names of all weights of a draft."""
         heads = {f"attention/{x}_norm": f"self_attn.{x}_norm" for x in "qk"}
         mlp = {"mlp_norm": "post_attention_layernorm"}
         first = {"embed_norm": "input_layernorm", "hidden_norm": "hidden_norm"}
@@ -118,7 +118,7 @@ class LayerNames:
                 "final_norm": "norm",
                 "head": "lm_head",
             },
-            ignored=(r"(.*\.)?rotary_emb\.inv_freq", "d2t", "t2d"),
+            ignored=(r"(.*\.)?rotary_emb\.inv_freq",),
         )
 
 
