@@ -78,7 +78,9 @@ class PerHead(nn.Module):
         spec = self.formats.spec(path, shape, ("latent", "heads"))
         if spec.format not in FLOAT_FORMATS:
             raise Eagle3Error(f"{path} is {spec.format}; use {', '.join(FLOAT_FORMATS)} for both halves of kv_b")
-        return self.param("weight", dataclasses.replace(spec, layout="nk").init)
+        weight = self.param("weight", dataclasses.replace(spec, layout="nk").init)
+        # The absorbed form has no activations of the kind that a calibration rounds: neither form rounds any.
+        return dataclasses.replace(weight, activations="wide", input_scale=None)
 
 
 class LatentAttention(nn.Module):

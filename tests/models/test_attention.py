@@ -185,6 +185,17 @@ def test_whole_sequences_have_window_sinks_and_scale(packed: bool) -> None:
     assert np.abs(np.asarray(mixed) - np.stack(expected)).max() < TOLERANCE
 
 
+@pytest.mark.parametrize("packed", [False, True], ids=["causal", "packed rows"])
+def test_whole_sequences_of_what_a_cache_would_keep(packed: bool) -> None:
+    rng = np.random.default_rng(0)
+    q, kept = normal(rng, 2, 11, 4, WIDTH), normal(rng, 2, 11, 1, WIDTH)
+    attend: Any = ttt_attention(jnp.zeros((2, 11), jnp.int32)) if packed else causal_attention
+    cache = () if packed else None
+    mixed = attend(jnp.asarray(q), jnp.asarray(kept), lambda rows: (rows, rows[..., :6]), cache)[0]
+    expected = [dense.attend(q[b], kept[b], kept[b, ..., :6], chain(11)) for b in range(2)]
+    assert np.abs(np.asarray(mixed) - np.stack(expected)).max() < TOLERANCE
+
+
 def test_the_cache_may_keep_something_else_than_keys_and_values() -> None:
     """One row a token for all heads, whose first columns are the value; a NaN nobody owns stays outside."""
     case = Ragged(group=1, new=5)
