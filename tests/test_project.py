@@ -38,6 +38,15 @@ def test_make_targets_in_documents_exist(document: str) -> None:
     assert named <= _make_targets()
 
 
+def test_tests_named_in_documents_exist() -> None:
+    named = [found for path in _files("docs") for found in re.findall(r"`(\S+\.py)::(\w+)", path.read_text("utf-8"))]
+    assert named, "no document in docs/ names a test"
+    missing = [
+        f"{file}::{test}" for file, test in named if f"def {test}(" not in (ROOT / "tests" / file).read_text("utf-8")
+    ]
+    assert not missing
+
+
 def test_changelog_has_an_unreleased_section() -> None:
     text = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
     assert re.search(r"^## \[Unreleased\]$", text, re.MULTILINE)

@@ -100,13 +100,17 @@ PASSES = (26, 4, 10)
 BLOCK = 8
 
 
-@partial(jax.jit, static_argnums=(0, 1))
-def in_passes(module: Deepseek, chunk_size: int, params: Any, pools: tuple, table: Array) -> tuple[Array, tuple]:
+@partial(jax.jit, static_argnums=(0, 1, 2))
+def in_passes(
+    module: Deepseek, chunk_size: int, page_size: int, params: Any, pools: tuple, table: Array
+) -> tuple[Array, tuple]:
     """Logits of IDS, fed pass by pass through a paged cache."""
     start, logits = jnp.zeros((2,), jnp.int32), []
     for length in PASSES:
         fed = next_ids(start, length)
-        step = chain_step(table, start, jnp.full((2,), length), length, BLOCK, pools[0].shape[0])
+        step = chain_step(table, start, jnp.full((2,), length), length, BLOCK, pools[0].shape[0]).replace(
+            page_size=page_size
+        )
         out = apply(module, params, fed, step.positions, paged_attention(step, chunk_size), pools)
         logits.append(apply(module, params, out.hidden, method="logits"))
         pools, start = out.caches, start + length
@@ -133,16 +137,22 @@ def scattered() -> tuple[tuple, Array]:
     return pools, jnp.asarray(table, jnp.int32)
 
 
-@pytest.mark.parametrize(("expand_from", "chunk_size"), [(ABSORBED, 64), (DIRECT, 8)], ids=["absorbed", "direct"])
-def test_a_paged_cache_of_latents_changes_nothing(model: tuple, expand_from: int, chunk_size: int) -> None:
+@pytest.mark.parametrize(
+    ("expand_from", "chunk_size", "page_size"), [(ABSORBED, 64, 1), (DIRECT, 8, 8)], ids=["absorbed", "direct"]
+)
+def test_a_paged_cache_of_latents_changes_nothing(
+    model: tuple, expand_from: int, chunk_size: int, page_size: int
+) -> None:
     module, params = in_form(model[0], expand_from), model[1]
     whole = at_once(in_form(model[0], ABSORBED), params)
     pools, table = scattered()
-    got, written = in_passes(module, chunk_size, params, pools, table)
+    got, written = in_passes(module, chunk_size, page_size, params, pools, table)
     assert np.abs(got - whole).max() < 1e-4
     # One row of the latent and the turned key a token, for all heads.
     assert written[0].shape[1:] == (1, 14)
-    poisoned, _ = in_passes(module, chunk_size, params, tuple(jnp.full_like(p, jnp.nan) for p in pools), table)
+    poisoned, _ = in_passes(
+        module, chunk_size, page_size, params, tuple(jnp.full_like(p, jnp.nan) for p in pools), table
+    )
     np.testing.assert_array_equal(poisoned, got)
 
 
