@@ -7,8 +7,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from eagle3_jax.api import Score, encode, encode_ids, propose, score, score_draft
-    from eagle3_jax.checkpoint.drafts import Draft, load_draft, save_draft
+    from eagle3_jax.api import Score, encode, encode_ids, load_draft, propose, score, score_draft
+    from eagle3_jax.checkpoint.drafts import Draft, save_draft
     from eagle3_jax.checkpoint.targets import Target, load_target, save_target_orbax
     from eagle3_jax.decoding.loop import Generation, generate, speculative_generate, stream
     from eagle3_jax.decoding.request import Chain, GenerationConfig
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 __version__ = "0.1.0.dev0"
 
 _HOMES = {
-    "api": ("Score", "encode", "encode_ids", "propose", "score", "score_draft"),
-    "checkpoint.drafts": ("Draft", "load_draft", "save_draft"),
+    "api": ("Score", "encode", "encode_ids", "load_draft", "propose", "score", "score_draft"),
+    "checkpoint.drafts": ("Draft", "save_draft"),
     "checkpoint.targets": ("Target", "load_target", "save_target_orbax"),
     "decoding.loop": ("Generation", "generate", "speculative_generate", "stream"),
     "decoding.request": ("Chain", "GenerationConfig"),

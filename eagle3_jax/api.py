@@ -4,7 +4,8 @@ Dimension letters: B rows, T tokens, P padded prompt length, N layers, H width, 
 Vd the draft's vocabulary.
 """
 
-from collections.abc import Sequence
+import os
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -16,6 +17,7 @@ from jax import Array
 
 from eagle3_jax.cache.paged import blocks_for
 from eagle3_jax.checkpoint.drafts import Draft
+from eagle3_jax.checkpoint.drafts import load_draft as read_draft
 from eagle3_jax.checkpoint.targets import Target
 from eagle3_jax.decoding.drafters import Eagle3Drafter, Verified
 from eagle3_jax.errors import Eagle3Error
@@ -27,6 +29,7 @@ from eagle3_jax.text import Message
 
 SMALLEST_BUCKET = 32
 _BLOCK_SIZE = 32
+_PROBE_PROMPTS = 8
 
 
 @struct.dataclass
@@ -40,6 +43,46 @@ class Score:
 
     logits: Array
     hidden_states: Array
+
+
+def load_draft(
+    path: str | os.PathLike[str],
+    target: Target,
+    overrides: Mapping[str, Any] | None = None,
+    widen: bool | None = None,
+    activations: str | None = None,
+) -> Draft:
+    """Load an EAGLE-3 draft (arXiv 2503.01840; EAGLE-3.1 too) for a target.
+
+    Where its files leave open which hidden states its layer ids name, the target writes a little text and the
+    reading under which the draft predicts it better is taken (see `eagle3_jax.training.probe`).
+
+    Args:
+        path, target, overrides, widen, activations: as in `eagle3_jax.checkpoint.drafts.load_draft`.
+
+    Raises:
+        Eagle3Error: as there.
+
+    Example:
+        >>> draft = load_draft("smollm2-135m-eagle3", target)  # doctest: +SKIP
+        >>> draft.model.config.taps  # doctest: +SKIP
+        (2, 15, 27)
+    """
+    draft = read_draft(path, target, overrides, widen, activations)
+    if not draft.taps_ambiguous:
+        return draft
+    from eagle3_jax.training.probe import settle_taps
+
+    return settle_taps(draft, _probe_prompts(target))
+
+
+def _probe_prompts(target: Target) -> list[list[int]]:
+    """Prompts for the target to write something after."""
+    if target.tokenizer is not None and target.tokenizer.has_chat_template:
+        from eagle3_jax.bench.workloads import load_workload
+
+        return [target.tokenizer.encode_chat(chat) for chat in load_workload("dev").chats[:_PROBE_PROMPTS]]
+    return [[int(i)] for i in np.linspace(0, target.model.config.vocab_size - 1, _PROBE_PROMPTS)]
 
 
 def encode(

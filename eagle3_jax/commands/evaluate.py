@@ -28,7 +28,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of `evaluate`."""
     add_target_arguments(parser)
     add_draft_arguments(parser, optional=False)
-    parser.add_argument("--speculation", metavar="SPEC", default=DEFAULT_SPECULATION, help="(default: chain:4)")
+    parser.add_argument(
+        "--speculation", metavar="SPEC", default=DEFAULT_SPECULATION, help="chain:K (default: chain:4)"
+    )
     add_prompt_set_arguments(parser)
     parser.add_argument(
         "--temperature",
@@ -49,6 +51,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--ttt-steps", metavar="J", type=whole(1, 64), default=3, help="depth of the training-time test (default: 3)"
     )
+    parser.add_argument(
+        "--probe",
+        action="store_true",
+        help="only look whether the draft is wired right: accuracy of its first draft under both readings of its taps",
+    )
     add_data_argument(parser, required=False)
     add_features_argument(parser)
     parser.add_argument(
@@ -68,12 +75,35 @@ def run(args: argparse.Namespace) -> int:
     target, draft = load_draft_pair(args)
     ids, lengths = encode_workload(workload, target)
     prompts = [row[:length].tolist() for row, length in zip(ids, lengths, strict=True)]
+    if args.probe:
+        return _probe(args, draft, prompts)
     settings = (chain.length, args.max_new_tokens, args.temperature, args.context, args.seed)
     found = evaluate(draft, prompts, *settings, args.ttt_steps, args.batch_size)
     report: dict[str, Any] = {"target": target.name, "draft": draft.name, "prompts": workload.name, **found}
     if args.data is not None:
         report["held_out"] = _held_out(args, draft)
     print(json.dumps(report) if args.json else "\n".join(_describe(report)))
+    return 0
+
+
+def _probe(args: argparse.Namespace, draft: Any, prompts: list[list[int]]) -> int:
+    from eagle3_jax.training.probe import probe_taps
+
+    found = probe_taps(draft, prompts, args.max_new_tokens)
+    report = {
+        "tokens": found.tokens,
+        "in_use": found.in_use,
+        "taps": {name: list(taps) for name, taps in found.taps.items()},
+        "accuracy": found.accuracy,
+        "verdict": found.verdict,
+    }
+    if args.json:
+        print(json.dumps({"target": draft.target.name, "draft": draft.name, "probe": report}))
+        return 0
+    for name, accuracy in found.accuracy.items():
+        share = "outside of the target" if accuracy is None else f"{accuracy:.1%} of {found.tokens} tokens"
+        print(f"{name} {list(found.taps[name])}: {share}{' (in use)' if name == found.in_use else ''}")
+    print(found.verdict)
     return 0
 
 
