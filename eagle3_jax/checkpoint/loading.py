@@ -64,8 +64,8 @@ class NarrowPolicy:
         def treated(leaf: Any) -> Any:
             if not is_weight(leaf) or leaf.scale is None or self.activations is None:
                 return leaf
-            static = leaf.input_scale is not None
-            return leaf.replace(activations=chosen_mode(leaf.format, self.activations, not self.widen, static))
+            mode = chosen_mode(leaf.format, self.activations, not self.widen, leaf.input_scale is not None)
+            return leaf.replace(activations=mode, input_scale=leaf.input_scale if mode == "fp8_static" else None)
 
         params = jax.tree.map(treated, params, is_leaf=is_weight)
         return dequantize_tree(params, formats.format, formats.layout) if self.widen else params
