@@ -347,4 +347,4 @@ def test_loading_takes_the_weights_and_less_than_a_layer(widen: bool, tmp_path: 
     peak, weights = map(int, ran.stdout.split())
     layer = (4 * HIDDEN * HIDDEN + 3 * HIDDEN * INNER) * (4 if widen else 1)
     assert weights > LAYERS * layer
-    assert weights * 0.99 < peak < weights + layer, f"{peak / layer:.2f} layers for {weights / layer:.2f} of weights"
+    assert weights * 0.9 < peak < weights + layer, f"{peak / layer:.2f} layers for {weights / layer:.2f} of weights"
