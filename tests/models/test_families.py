@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 import shutil
 from functools import cache, partial
 from pathlib import Path
@@ -109,6 +110,20 @@ def test_speculation_changes_nothing(plain: tuple[str, Generation], drafts: int)
     assert report.ok and sum(not row.equal for row in report.rows) <= 1, report.rows
     assert np.all(np.sum(got.stats.accepted_per_position, axis=0) > 0)
     assert np.sum(got.stats.accepted) < np.sum(got.stats.drafted)
+
+
+def test_no_loop_copies_or_converts_a_stack_of_experts(plain: tuple[str, Generation]) -> None:
+    """Neither the loop over rounds nor that over tiles: it would read all experts for a single row."""
+    name, _ = plain
+    loaded, (ids, lengths, sampling, keys) = target(name), prompts(name)
+    if loaded.model.config.moe is None:  # type: ignore[attr-defined]
+        return
+    arguments = (loaded.params, ids, lengths, keys, sampling)
+    hlo = plain_run.lower(*arguments, model=loaded.model, config=CONFIG).compile().as_text()
+    experts = loaded.params["layers_0"]["mlp"]["experts"]
+    shapes = {",".join(map(str, experts[part]["weight"].value.shape)) for part in ("gate", "down")}
+    made = set(re.findall(rf"= f32\[(?:{'|'.join(shapes)})\]\S* ([a-z-]+)\(", hlo))
+    assert "parameter" in made and made <= {"parameter", "get-tuple-element", "bitcast"}
 
 
 @cache
