@@ -102,28 +102,6 @@ def layer_names(path: str, name: str, norms: Mapping[str, str]) -> dict[str, Pla
     return {path + ours: name + theirs for ours, theirs in parts.items()}
 
 
-EAGLE3 = KeyMap(
-    modules={
-        "embed": "embed_tokens",
-        "fc": "fc",
-        "fc_norms_{i}": "fc_norm.{i}",
-        **layer_names(
-            "",
-            "midlayer.",
-            {
-                "embed_norm": "input_layernorm",
-                "hidden_norm": "hidden_norm",
-                "mlp_norm": "post_attention_layernorm",
-            },
-        ),
-        "final_norm": "norm",
-        "head": "lm_head",
-    },
-    ignored=(r"(.*\.)?rotary_emb\.inv_freq", "d2t", "t2d"),
-)
-"""EAGLE-3 drafts, as SafeAILab, SGLang and SpecForge name them. d2t and t2d are read by the draft loader."""
-
-
 def abstract_params(model: Decoder | Eagle3) -> Any:
     """The parameter tree of a model without its values: `Weight`s of `jax.ShapeDtypeStruct`.
 

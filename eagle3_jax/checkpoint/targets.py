@@ -266,10 +266,11 @@ def save_target_orbax(target: Target, path: str | os.PathLike[str]) -> None:
             fields["eos_token_id"] = list(target.eos_ids)
         write_json_atomic(folder / "config.json", fields)
         if target.tokenizer is not None and target.source is not None:
-            _copy_tokenizer(target.source, folder)
+            copy_tokenizer(target.source, folder)
 
 
-def _copy_tokenizer(source: Path, folder: Path) -> None:
+def copy_tokenizer(source: Path, folder: Path) -> None:
+    """Copy the tokenizer of a checkpoint, a folder or a GGUF file, into another folder."""
     if source.is_dir():
         for name in (*_TOKENIZER_FILES, _GGUF_TOKENIZER_FILE):
             if (source / name).is_file():

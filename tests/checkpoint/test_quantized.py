@@ -15,8 +15,8 @@ import pytest
 from loading import FIXTURES, TARGETS, expected, put, target, tensors_of
 
 from eagle3_jax import api
+from eagle3_jax.checkpoint.dialects import LayerNames
 from eagle3_jax.checkpoint.drafts import Draft, load_draft
-from eagle3_jax.checkpoint.names import EAGLE3
 from eagle3_jax.checkpoint.targets import load_target, save_target_orbax
 from eagle3_jax.checkpoint.tensors import SafetensorsSource, write_safetensors
 from eagle3_jax.errors import Eagle3Error
@@ -27,6 +27,7 @@ from eagle3_jax.quant.weight import named_weights, weight_bytes
 ATOL = 2e-4  # of the fixtures' README
 QUANT = FIXTURES / "quant"
 QUARK = {"ptpc_fp8": "fp8_channel", "mxfp4": "mxfp4"}
+NAMES = LayerNames().key_map()
 each_scheme = pytest.mark.parametrize("scheme", QUARK)
 
 
@@ -42,14 +43,14 @@ def quark(scheme: str, **options: Any) -> Draft:
 def test_quarks_weights_arrive_bit_for_bit(scheme: str, widen: bool) -> None:
     draft, x = quark(scheme, widen=widen), expected(QUANT / f"quark_{scheme}_draft_a")
     weights = named_weights(draft.params)
-    formats = {EAGLE3.file_name(path): weight.format for path, weight in weights.items()}
+    formats = {NAMES.file_name(path): weight.format for path, weight in weights.items()}
     narrow = {name for name, format in formats.items() if format == QUARK[scheme]}
     assert len(narrow) == (0 if widen else 7) and not narrow & {"fc.weight", "lm_head.weight"}
     wide = named_weights(dequantize_tree(draft.params))
     assert len(wide) == sum(name.startswith("dequant/") for name in x)
     for path, weight in wide.items():
         value = np.asarray(weight.value).T if weight.layout == "kn" else np.asarray(weight.value)
-        np.testing.assert_array_equal(value, x[f"dequant/{EAGLE3.file_name(path)}"], err_msg=path)
+        np.testing.assert_array_equal(value, x[f"dequant/{NAMES.file_name(path)}"], err_msg=path)
 
 
 @each_scheme

@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 from loading import TARGETS, Edit, change, drop, edited, poison, put, target, tensors_of
 
+from eagle3_jax.checkpoint.dialects import LayerNames
 from eagle3_jax.checkpoint.families import FAMILIES
-from eagle3_jax.checkpoint.names import EAGLE3, abstract_params, named_weights
+from eagle3_jax.checkpoint.names import abstract_params, named_weights
 from eagle3_jax.checkpoint.targets import _llama3_scaling, default_dtype, load_target
 from eagle3_jax.errors import Eagle3Error
 
@@ -29,8 +30,9 @@ def refused(path: Path | str, match: str, dtype: str | None = None) -> None:
 def test_file_names_of_tree_paths() -> None:
     assert FAMILIES["llama"].names.file_name("layers_12/attention/q/bias") == "model.layers.12.self_attn.q_proj.bias"
     assert FAMILIES["llama"].names.file_name("embed/weight") == "model.embed_tokens.weight"
-    assert EAGLE3.file_name("fc_norms_2/weight") == "fc_norm.2.weight"
-    assert EAGLE3.file_name("mlp/gate/weight") == "midlayer.mlp.gate_proj.weight"
+    names = LayerNames().key_map()
+    assert names.file_name("fc_norms_2/weight") == "fc_norm.2.weight"
+    assert names.file_name("mlp/gate/weight") == "midlayer.mlp.gate_proj.weight"
 
 
 @pytest.mark.parametrize("folder", [TIED, UNTIED], ids=lambda folder: folder.name)
