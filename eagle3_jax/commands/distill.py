@@ -20,6 +20,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_target_arguments(parser)
     parser.add_argument("--out", metavar="DIR", type=output_folder, required=True, help="folder of the token shards")
     add_prompt_ids_argument(parser, help="user turns, instead of sampled ones: a list of lists of token ids")
+    parser.add_argument(
+        "--openings",
+        metavar="F.json",
+        help=(
+            "first words of the user turns, which the target continues: a list of texts, or an object of openings and "
+            "topics, one of which takes the place of {topic}"
+        ),
+    )
     add_config_arguments(parser, DistillConfig)
     add_json_argument(parser)
 
@@ -27,12 +35,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Write the shards; run again, it goes on where it was interrupted."""
     import eagle3_jax as e3
-    from eagle3_jax.training.distill import DistillConfig, distill
+    from eagle3_jax.training.distill import DistillConfig, distill, read_openings
 
     config = read_config(args, DistillConfig)
     user_turns = read_prompt_ids(args.prompt_ids) if args.prompt_ids else None
     target = e3.load_target(args.target, dtype=args.dtype)
-    chats = distill(target, args.out, config, user_turns)
+    openings = read_openings(args.openings, target.tokenizer) if args.openings else None
+    chats = distill(target, args.out, config, user_turns, openings=openings)
     if args.json:
         print(json.dumps({"target": target.name, "out": args.out, "chats": chats}))
     return 0

@@ -7,6 +7,8 @@ Dimension letters: B chats of a batch, P padded prompt length.
 """
 
 import dataclasses
+import hashlib
+import json
 import logging
 import os
 from collections.abc import Sequence
@@ -17,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from tqdm import tqdm
 
-from eagle3_jax.checkpoint.files import read_json, refusing_io, write_json_atomic
+from eagle3_jax.checkpoint.files import read_json, read_json_value, refusing_io, write_json_atomic
 from eagle3_jax.checkpoint.targets import Target
 from eagle3_jax.decoding.loop import ERROR, generate
 from eagle3_jax.decoding.request import GenerationConfig
@@ -91,12 +93,33 @@ def chat_frame(tokenizer: Tokenizer) -> ChatFrame:
     return ChatFrame(tuple(tokenizer.encode(before)), tuple(tokenizer.encode(after)))
 
 
+def read_openings(path: str | os.PathLike[str], tokenizer: Tokenizer) -> list[list[int]]:
+    """First words of user turns, as token ids.
+
+    Args:
+        path: JSON: a list of texts, or {"openings": texts, "topics": texts}, where an opening with the word
+            "{topic}" stands for one text a topic; openings with and without it are drawn equally often.
+        tokenizer: the target's.
+
+    Raises:
+        Eagle3Error: the file holds something else.
+    """
+    found = read_json_value(Path(path))
+    parts = (found.get("openings"), found.get("topics")) if isinstance(found, dict) else (found, [""])
+    for part in parts:
+        if not (isinstance(part, list) and part and all(isinstance(text, str) for text in part)):
+            raise Eagle3Error(f"{path}: no openings; a list of texts, or an object of openings and topics, is needed")
+    texts, topics = parts
+    return [tokenizer.encode(text.replace("{topic}", topic)) for text in texts for topic in topics]
+
+
 def distill(
     target: Target,
     out: str | os.PathLike[str],
     config: DistillConfig,
     user_turns: Sequence[Sequence[int]] | None = None,
     frame: ChatFrame | None = None,
+    openings: Sequence[Sequence[int]] | None = None,
 ) -> int:
     """Let the target write chats into token shards `out/chats-00000.npz`, ...
 
@@ -108,6 +131,8 @@ def distill(
         config: how many, how long, how random.
         user_turns: token ids of given user turns, one a chat, instead of sampled ones; too long ones are cut.
         frame: tokens around the user turn; None takes them from the target's chat template.
+        openings: token ids of first words; each chat's user turn starts with one of them, drawn by the seed and the
+            chat's number, and the target goes on. Its own turns alone are less varied than what people ask.
 
     Returns:
         Chats in the folder. Those whose user turn came out empty are left out.
@@ -119,6 +144,10 @@ def distill(
         >>> distill(load_target("smollm2-135m"), "chats", DistillConfig(chats=2000))  # doctest: +SKIP
         1996
     """
+    if user_turns is not None and openings is not None:
+        raise Eagle3Error("user turns and openings exclude each other; openings are for turns that the target writes")
+    if openings is not None and not (openings and all(0 < len(o) < config.user_tokens for o in openings)):
+        raise Eagle3Error(f"an opening needs 1 to {config.user_tokens - 1} tokens, fewer than user_tokens")
     if frame is None:
         if target.tokenizer is None:
             raise Eagle3Error(f"{target.name} has no tokenizer, hence no chat template to write behind")
@@ -130,11 +159,11 @@ def distill(
             f"the context of {target.model.config.max_position}"
         )
     count = config.chats if user_turns is None else min(config.chats, len(user_turns))
-    for turn in user_turns or ():
+    for turn in (*(user_turns or ()), *(openings or ())):
         check_vocabulary(np.asarray(turn, np.int64), target.model.config.vocab_size)
     folder = Path(out)
     with refusing_io(folder):
-        _claim(folder, target, config)
+        _claim(folder, target, config, openings)
     written = 0
     with tqdm(total=count, unit="chat", disable=None) as bar:
         for number, begin in enumerate(range(0, count, config.batch_size)):
@@ -142,38 +171,49 @@ def distill(
             path = folder / f"chats-{number:05d}.npz"
             if not path.exists():
                 given = None if user_turns is None else [list(user_turns[i]) for i in indices]
-                write_shard(path, _write_chats(target, config, frame, indices, given), frame.header)
+                write_shard(path, _write_chats(target, config, frame, indices, given, openings), frame.header)
             written += count_chats(path)
             bar.update(len(indices))
     log.info("%s: %d chats", folder, written)
     return written
 
 
-def _claim(folder: Path, target: Target, config: DistillConfig) -> None:
+def _claim(folder: Path, target: Target, config: DistillConfig, openings: Sequence[Sequence[int]] | None) -> None:
     """Write down whose chats the folder holds; refuse a folder of others. More chats are welcome."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "distill.json"
     about = {**dataclasses.asdict(config), "temperatures": list(config.temperatures), "target": target.name}
+    if openings is not None:
+        words = json.dumps([list(map(int, opening)) for opening in openings])
+        about["openings"] = hashlib.sha256(words.encode()).hexdigest()[:16]
     if path.exists():
         theirs = read_json(path)
-        if changed := [k for k, v in about.items() if k != "chats" and theirs.get(k) != v]:
+        if changed := [k for k in {**about, **theirs} if k != "chats" and theirs.get(k) != about.get(k)]:
             raise Eagle3Error(f"{folder} holds chats of other {', '.join(changed)}; name another folder")
     write_json_atomic(path, about)
 
 
 def _write_chats(
-    target: Target, config: DistillConfig, frame: ChatFrame, indices: range, given: list[list[int]] | None
+    target: Target,
+    config: DistillConfig,
+    frame: ChatFrame,
+    indices: range,
+    given: list[list[int]] | None,
+    openings: Sequence[Sequence[int]] | None,
 ) -> list[Chat]:
     """The chats of one batch."""
     header, answer = list(frame.header), list(frame.answer)
     # Noise belongs to the chat's number and the token's position, so no batch changes a chat.
     keys = row_keys(config.seed, indices.stop)[indices.start :]
     if given is None:
-        openings = [header] * len(indices)
+        starts = [_opening(openings, config.seed, i) for i in indices]
         heat = [config.user_temperature] * len(indices)
-        limits = [config.user_tokens] * len(indices)
-        turns = _continue(target, openings, len(header), keys, heat, limits, config.user_tokens, config.min_p)
+        limits = [config.user_tokens - len(start) for start in starts]
+        width = len(header) + max(map(len, openings or [[]]))
+        prompts = [[*header, *start] for start in starts]
+        turns = _continue(target, prompts, width, keys, heat, limits, config.user_tokens, config.min_p)
         turns = [turn[:-1] if turn[-1] in target.eos_ids else turn for turn in turns]
+        turns = [[*start, *turn] for start, turn in zip(starts, turns, strict=True)]
     else:
         turns = [turn[: config.user_tokens] for turn in given]
     prompts = [[*header, *turn, *answer] for turn in turns]
@@ -191,6 +231,13 @@ def _write_chats(
         for turn, prompt, said, temperature in zip(turns, prompts, answers, heat, strict=True)
         if turn
     ]
+
+
+def _opening(openings: Sequence[Sequence[int]] | None, seed: int, chat: int) -> list[int]:
+    """The first words of a chat's user turn."""
+    if openings is None:
+        return []
+    return list(openings[np.random.default_rng([seed, chat]).integers(len(openings))])
 
 
 def _continue(

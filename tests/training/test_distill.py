@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib.util
+import json
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -14,7 +15,7 @@ from eagle3_jax.checkpoint.gguf import GGUFSource
 from eagle3_jax.errors import Eagle3Error
 from eagle3_jax.text import Tokenizer
 from eagle3_jax.training.data import Chat, read_chats
-from eagle3_jax.training.distill import ChatFrame, DistillConfig, chat_frame, distill
+from eagle3_jax.training.distill import ChatFrame, DistillConfig, chat_frame, distill, read_openings
 
 
 def same(ours: list[Chat], theirs: list[Chat]) -> bool:
@@ -70,6 +71,56 @@ def test_given_user_turns_are_answered(tmp_path: Path) -> None:
     short, cut = read_chats(tmp_path)
     assert short.tokens[:7].tolist() == [1, 2, 3, 10, 11, 4, 5]
     assert cut.tokens[:13].tolist() == [1, 2, 3, *range(20, 28), 4, 5]
+
+
+def test_user_turns_start_with_openings(tmp_path: Path) -> None:
+    openings = [[10, 11, 12], [20], [30, 31]]
+    config = dataclasses.replace(DISTILL, chats=30, batch_size=15)
+    assert distill(target(), tmp_path / "a", config, frame=FRAME, openings=openings) == 30
+    found = read_chats(tmp_path / "a")
+    seen, turns = set(), set()
+    for chat in found:
+        turn = chat.tokens[3 : len(chat.tokens) - int(chat.is_assistant.sum()) - 2].tolist()
+        assert len(turn) <= DISTILL.user_tokens
+        seen.add(next(i for i, opening in enumerate(openings) if turn[: len(opening)] == opening))
+        turns.add(tuple(turn))
+    assert seen == {0, 1, 2} and len(turns) > 25
+    distill(target(), tmp_path / "b", dataclasses.replace(config, batch_size=30), frame=FRAME, openings=openings)
+    assert same(read_chats(tmp_path / "b"), found)
+    with pytest.raises(Eagle3Error, match="other openings"):
+        distill(target(), tmp_path / "a", config, frame=FRAME, openings=openings[:2])
+
+
+@pytest.mark.parametrize(
+    ("turns", "openings", "message"),
+    [
+        ([[1]], [[1]], "exclude each other"),
+        (None, [], "an opening needs 1 to"),
+        (None, [[]], "an opening needs 1 to"),
+        (None, [list(range(DISTILL.user_tokens))], "an opening needs 1 to"),
+        (None, [[10**6]], "the chats hold tokens"),
+    ],
+)
+def test_impossible_openings_are_refused(tmp_path: Path, turns: list, openings: list, message: str) -> None:
+    with pytest.raises(Eagle3Error, match=message):
+        distill(target(), tmp_path, DISTILL, turns, FRAME, openings)
+
+
+def test_openings_are_read_from_texts_and_topics(tmp_path: Path) -> None:
+    class Letters:
+        def encode(self, text: str) -> list[int]:
+            return [ord(letter) for letter in text]
+
+    def read(value: object) -> list[str]:
+        (tmp_path / "o.json").write_text(json.dumps(value))
+        return ["".join(map(chr, ids)) for ids in read_openings(tmp_path / "o.json", Letters())]  # pyright: ignore
+
+    assert read(["Why", "How {topic}"]) == ["Why", "How "]
+    both = {"openings": ["Why {topic} is", "Solve"], "topics": ["tea", "snow"]}
+    assert read(both) == ["Why tea is", "Why snow is", "Solve", "Solve"]
+    for wrong in ({}, [], ["a", 1], {"openings": ["a"]}, {"openings": ["a"], "topics": []}, "a", 1):
+        with pytest.raises(Eagle3Error, match="no openings"):
+            read(wrong)
 
 
 def test_folders_of_other_settings_are_refused(tmp_path: Path) -> None:
