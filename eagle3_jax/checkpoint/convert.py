@@ -1,0 +1,122 @@
+"""Drafts from one dialect into another, tensor by tensor: no weight is rounded."""
+
+import os
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from eagle3_jax.checkpoint.dialects import DraftTensors, flatten, is_speculators
+from eagle3_jax.checkpoint.draft_config import NO_OVERRIDES, Overrides, ParsedDraft, TargetFacts, parse_draft
+from eagle3_jax.checkpoint.draft_writer import write_draft
+from eagle3_jax.checkpoint.drafts import open_draft_folder
+from eagle3_jax.checkpoint.files import refusing_io
+from eagle3_jax.checkpoint.folders import read_config
+from eagle3_jax.checkpoint.maps import read_target_ids
+from eagle3_jax.checkpoint.names import FORMATS, abstract_params, check_finite, named_weights
+from eagle3_jax.checkpoint.registry import locate
+from eagle3_jax.checkpoint.taps import IDS_FIELD, eagle_config
+from eagle3_jax.checkpoint.tensors import DTYPES
+from eagle3_jax.config import DecoderConfig, Fields
+from eagle3_jax.errors import Eagle3Error
+from eagle3_jax.models.eagle3 import Eagle3
+
+_DTYPE_NAMES = {DTYPES[stored]: name for stored, name in zip(("F32", "BF16", "F16"), FORMATS, strict=True)}
+_TAPS = 3
+
+
+def convert_draft(
+    path: str | os.PathLike[str],
+    out: str | os.PathLike[str],
+    dialect: str,
+    target: DecoderConfig | None = None,
+    overrides: Mapping[str, Any] | None = None,
+) -> ParsedDraft:
+    """Write a draft in another dialect. Tensors keep their bits.
+
+    Args:
+        path: as `eagle3_jax.load_draft` takes it. out: the folder to write.
+        dialect: one of `eagle3_jax.checkpoint.dialects.DIALECTS`.
+        target: the target's config, see `eagle3_jax.checkpoint.target_files.read_target_config`; not needed where
+            the draft's own files say all.
+        overrides: settings that win over the file's, as in `load_draft`; the new files say them.
+
+    Returns:
+        What the draft is.
+
+    Raises:
+        Eagle3Error: whatever loading refuses; taps that the files leave open; narrow weights; or a dialect that
+            cannot say what the draft is.
+
+    Example:
+        >>> convert_draft("my-draft", "my-speculator", "speculators")  # doctest: +SKIP
+    """
+    given = Overrides.read(overrides) if overrides else NO_OVERRIDES
+    name, folder = locate(path, "draft")
+    with refusing_io(folder):
+        config, source = read_config(folder), open_draft_folder(folder)
+        where = str(folder / "config.json")
+        facts = guess_target(config, source, where) if target is None else TargetFacts.of(target)
+        parsed = parse_draft(config, source, facts, where, given)
+        if parsed.taps.ambiguous:
+            raise Eagle3Error(
+                f"{where}: {parsed.taps.reason}; say which is right: --draft-set tap_convention=hs or output "
+                "(`eagle3-jax evaluate --probe` finds out)"
+            )
+        tensors, ids = _read_tensors(source, parsed)
+    settings = flatten(config, where)[0] if is_speculators(config) else config
+    length = Fields(settings, where).size("max_position_embeddings", 2048)
+    dtype = _DTYPE_NAMES.get(tensors["attention/q/weight"].dtype, "float32")
+    write_draft(out, tensors, ids, parsed.config, dialect, dtype, length, _verifier(config) or name)
+    return parsed
+
+
+def guess_target(config: Mapping[str, Any], source: DraftTensors, where: str) -> TargetFacts:
+    """What a draft's own files say of its target; its number of layers they never do.
+
+    Raises:
+        Eagle3Error: they do not say enough.
+    """
+    if is_speculators(config):
+        config = flatten(config, where)[0]
+    fields = Fields(config, where)
+    hidden = fields.size("target_hidden_size", 0) if fields.get("target_hidden_size") is not None else 0
+    if not hidden and "fc.weight" in source and len(source.shape("fc.weight")) == 2:
+        ids = config.get(IDS_FIELD) or eagle_config(config, where).get(IDS_FIELD)
+        count = len(ids) if isinstance(ids, list) else fields.get("num_aux_hidden_states", _TAPS)
+        width = source.shape("fc.weight")[1]
+        if type(count) is int and count > 0 and width % count == 0:
+            hidden = width // count
+    hidden = hidden or fields.size("hidden_size")
+    if fields.get("vocab_size") is not None:
+        return TargetFacts(fields.size("vocab_size"), hidden, None)
+    for name in ("embed_tokens.weight", "t2d"):
+        if name in source and source.shape(name):
+            return TargetFacts(source.shape(name)[0], hidden, None)
+    raise Eagle3Error(f"{where}: nothing in it tells the target's vocabulary; name the target with --target")
+
+
+def _read_tensors(source: DraftTensors, parsed: ParsedDraft) -> tuple[dict[str, np.ndarray], np.ndarray | None]:
+    """Every weight as it is stored, by its path in the parameter tree, and the map of a reduced vocabulary."""
+    weights, names, c = named_weights(abstract_params(Eagle3(parsed.config))), parsed.layers.key_map(), parsed.config
+    ids = read_target_ids(source, c.draft_vocab_size, c.vocab_size)
+    tensors = {}
+    for place, weight in weights.items():
+        name = names.file_name(place)
+        if name not in source or source.shape(name) != weight.shape[::-1] or source.dtype(name).kind not in "fV":
+            raise Eagle3Error(f"{source.path}: tensor {name} is missing or no plain matrix {weight.shape[::-1]}")
+        tensors[place] = source.read(name)
+        check_finite(tensors[place], f"{source.path}: tensor {name}")
+    known = {*map(names.file_name, weights), "d2t", "t2d"} | ({"embed_tokens.weight"} if c.shares_embedding else set())
+    if extra := [n for n in source if n not in known and not any(re.fullmatch(p, n) for p in names.ignored)]:
+        raise Eagle3Error(f"{source.path}: tensor {extra[0]} has no place in a draft of float weights")
+    return tensors, ids if c.draft_vocab_size < c.vocab_size else None
+
+
+def _verifier(config: Mapping[str, Any]) -> str | None:
+    """The target's name as speculators writes it down."""
+    settings = config.get("speculators_config")
+    verifier = settings.get("verifier") if isinstance(settings, Mapping) else None
+    name = verifier.get("name_or_path") if isinstance(verifier, Mapping) else None
+    return name if isinstance(name, str) else None

@@ -1,0 +1,107 @@
+"""A target's config without its weights, and Hugging Face folders of targets."""
+
+import os
+from pathlib import Path
+
+import numpy as np
+
+from eagle3_jax.checkpoint.families import FAMILIES, config_fields, family_of
+from eagle3_jax.checkpoint.files import refusing_io, write_json_atomic
+from eagle3_jax.checkpoint.folders import atomic_folder, is_draft, read_config
+from eagle3_jax.checkpoint.gguf import GGUFSource
+from eagle3_jax.checkpoint.names import FORMATS, Fused, HeadRows, Place, check_dtype, check_finite
+from eagle3_jax.checkpoint.registry import entries, locate
+from eagle3_jax.checkpoint.targets import Target, copy_tokenizer
+from eagle3_jax.checkpoint.tensors import SINGLE_FILE, write_safetensors
+from eagle3_jax.config import DecoderConfig
+from eagle3_jax.errors import Eagle3Error
+from eagle3_jax.quant.formats import FLOAT_FORMATS
+from eagle3_jax.quant.weight import Weight, named_weights
+
+
+def read_target_config(path: str | os.PathLike[str]) -> DecoderConfig:
+    """What a target is, from its config alone.
+
+    Args:
+        path: as `eagle3_jax.load_target` takes it.
+
+    Raises:
+        Eagle3Error: no such checkpoint, a family that is not supported, or a draft.
+    """
+    entry = entries("target").get(path) if isinstance(path, str) else None
+    if entry is not None and "config" in entry.fields:
+        config, where = entry.config(), f"{entry.name}'s config.json"
+        return family_of(config, where).parse(config, where)
+    _, place = locate(path, "target")
+    with refusing_io(place):
+        if place.is_dir():
+            config, where = read_config(place), str(place / "config.json")
+            if is_draft(config):
+                raise Eagle3Error(f"{place}: holds a draft; the folder of its target is needed")
+        else:
+            config, where = GGUFSource(place).config(), str(place)
+            config.pop("rope_freq_factors", None)
+        return family_of(config, where).parse(config, where)
+
+
+def save_target_folder(target: Target, path: str | os.PathLike[str], dtype: str | None = None) -> None:
+    """Save a target as a Hugging Face folder: config.json, model.safetensors and its tokenizer's files.
+
+    The folder appears complete or not at all; other files in an old folder of that name stay.
+
+    Args:
+        target: a target as `load_target` gives it, e.g. from an Orbax folder or a GGUF file.
+        path: the folder.
+        dtype: "float32", "bfloat16" or "float16" of all weights; None keeps each as it is held.
+
+    Raises:
+        Eagle3Error: weights in a narrow format, or not finite in `dtype`; or the folder cannot be written.
+
+    Example:
+        >>> save_target_folder(load_target("smollm2-orbax"), "smollm2-hf")  # doctest: +SKIP
+    """
+    if dtype is not None:
+        check_dtype(dtype)
+    config, tensors = target.model.config, dict[str, np.ndarray]()
+    names = FAMILIES[config.family].key_map(config, ())
+    for place, weight in named_weights(target.params).items():
+        _put(tensors, names.place(place), _in_file_order(weight, f"{path}: weight {place}"))
+    if dtype is not None:
+        with np.errstate(over="ignore"):  # refused below, by name
+            tensors = {name: tensor.astype(FLOAT_FORMATS[FORMATS[dtype]]) for name, tensor in tensors.items()}
+    for name, tensor in tensors.items():
+        check_finite(tensor, f"{path}: tensor {name}")
+    fields = config_fields(config) | ({} if dtype is None else {"torch_dtype": dtype})
+    if target.eos_ids:
+        fields["eos_token_id"] = list(target.eos_ids)
+    with atomic_folder(path) as folder:
+        write_safetensors(folder / SINGLE_FILE, tensors, {"format": "pt"})
+        write_json_atomic(folder / "config.json", fields)
+        if target.tokenizer is not None and target.source is not None:
+            copy_tokenizer(Path(target.source), folder)
+
+
+def _in_file_order(weight: Weight, what: str) -> np.ndarray:
+    """[..., out, in] or [..., n]."""
+    if weight.scale is not None:
+        raise Eagle3Error(f"{what} is in the narrow format {weight.format}; load the target with widen=True")
+    value = np.asarray(weight.value)
+    return value.swapaxes(-1, -2) if weight.layout == "kn" else value
+
+
+def _put(tensors: dict[str, np.ndarray], place: Place, value: np.ndarray) -> None:
+    """Lay a weight where its family has it: the other way round of `eagle3_jax.checkpoint.loading`."""
+    if isinstance(place, Fused):
+        if value.ndim == 3:  # stacks are stored [E, in, out]
+            value = value.swapaxes(-1, -2)
+        shape = (*value.shape[:-1], value.shape[-1] * place.parts)
+        tensors.setdefault(place.name, np.empty(shape, value.dtype))[..., place.part :: place.parts] = value
+    elif isinstance(place, HeadRows):
+        heads = len(value) // place.count
+        whole = tensors.setdefault(place.name, np.empty((heads * place.period, value.shape[1]), value.dtype))
+        rows = whole.reshape(heads, place.period, -1)
+        rows[:, place.first : place.first + place.count] = value.reshape(heads, place.count, -1)
+    elif "{e}" in place:
+        tensors |= {place.replace("{e}", str(e)): np.ascontiguousarray(part) for e, part in enumerate(value)}
+    else:
+        tensors[place] = np.ascontiguousarray(value)

@@ -1,0 +1,55 @@
+"""Write a draft in another dialect, or a target as a Hugging Face folder."""
+
+import argparse
+
+from eagle3_jax.commands.options import assignment, output_folder
+from eagle3_jax.errors import Eagle3Error
+
+_HUGGING_FACE = "huggingface"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags of `convert`."""
+    parser.add_argument("source", metavar="SOURCE", help="a draft, or a target (an Orbax folder, a GGUF file)")
+    parser.add_argument("out", metavar="OUT", type=output_folder, help="the folder to write")
+    parser.add_argument(
+        "--to",
+        required=True,
+        choices=("safeailab", "vllm", "speculators", _HUGGING_FACE),
+        help="dialect of a draft, or huggingface for a target",
+    )
+    parser.add_argument("--target", help="of a draft: its target, where the draft's files do not say its taps")
+    parser.add_argument(
+        "--draft-set",
+        metavar="KEY=VALUE",
+        type=assignment,
+        action="append",
+        default=[],
+        help="override what the draft's files say, e.g. tap_convention=hs (repeatable)",
+    )
+    parser.add_argument(
+        "--dtype",
+        choices=("float32", "bfloat16", "float16"),
+        help="of a target's weights (default: as they are held)",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Convert; drafts keep every bit."""
+    if args.to == _HUGGING_FACE:
+        from eagle3_jax.checkpoint.target_files import save_target_folder
+        from eagle3_jax.checkpoint.targets import load_target
+
+        if args.target is not None or args.draft_set:
+            raise Eagle3Error("--to huggingface converts a target; --target and --draft-set are for drafts")
+        save_target_folder(load_target(args.source, args.dtype), args.out, args.dtype)
+        return 0
+    from eagle3_jax.checkpoint.convert import convert_draft
+    from eagle3_jax.checkpoint.target_files import read_target_config
+
+    if args.dtype is not None:
+        raise Eagle3Error("--dtype is for targets; a draft's tensors keep their bits")
+    target = None if args.target is None else read_target_config(args.target)
+    found = convert_draft(args.source, args.out, args.to, target, dict(args.draft_set))
+    print(f"{args.out}: dialect {args.to}, taps hs{list(found.taps.indices)} ({found.taps.reason})")
+    return 0
