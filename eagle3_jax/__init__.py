@@ -7,7 +7,17 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from eagle3_jax.api import Score, encode, encode_ids, load_draft, propose, score, score_draft
+    from eagle3_jax.api import (
+        Score,
+        dequantize,
+        encode,
+        encode_ids,
+        load_draft,
+        propose,
+        quantize,
+        score,
+        score_draft,
+    )
     from eagle3_jax.checkpoint.drafts import Draft, save_draft
     from eagle3_jax.checkpoint.targets import Target, load_target, save_target_orbax
     from eagle3_jax.decoding.loop import Generation, generate, speculative_generate, stream
@@ -19,7 +29,17 @@ if TYPE_CHECKING:
 __version__ = "0.1.0.dev0"
 
 _HOMES = {
-    "api": ("Score", "encode", "encode_ids", "load_draft", "propose", "score", "score_draft"),
+    "api": (
+        "Score",
+        "dequantize",
+        "encode",
+        "encode_ids",
+        "load_draft",
+        "propose",
+        "quantize",
+        "score",
+        "score_draft",
+    ),
     "checkpoint.drafts": ("Draft", "save_draft"),
     "checkpoint.targets": ("Target", "load_target", "save_target_orbax"),
     "decoding.loop": ("Generation", "generate", "speculative_generate", "stream"),
@@ -40,12 +60,14 @@ __all__ = [
     "Score",
     "Target",
     "__version__",
+    "dequantize",
     "encode",
     "encode_ids",
     "generate",
     "load_draft",
     "load_target",
     "propose",
+    "quantize",
     "row_keys",
     "save_draft",
     "save_target_orbax",

@@ -1,13 +1,14 @@
-"""What a model computes, as plain functions: text to ids, scores of a target, scores and chains of a draft.
+"""What a model computes, as plain functions: text to ids, scores, chains of a draft; number formats of its weights.
 
 Dimension letters: B rows, T tokens, P padded prompt length, N layers, H width, V vocabulary, A taps,
 Vd the draft's vocabulary.
 """
 
+import dataclasses
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +19,7 @@ from jax import Array
 from eagle3_jax.cache.paged import blocks_for
 from eagle3_jax.checkpoint.drafts import Draft
 from eagle3_jax.checkpoint.drafts import load_draft as read_draft
+from eagle3_jax.checkpoint.names import FORMATS, check_dtype
 from eagle3_jax.checkpoint.targets import Target
 from eagle3_jax.decoding.drafters import Eagle3Drafter, Verified
 from eagle3_jax.errors import Eagle3Error
@@ -25,6 +27,8 @@ from eagle3_jax.models.attention import causal_attention
 from eagle3_jax.models.decoder import Decoder
 from eagle3_jax.models.eagle3 import Eagle3, shared_weights
 from eagle3_jax.models.layers import apply
+from eagle3_jax.quant.quantize import KEPT, dequantize_tree, quantize_tree
+from eagle3_jax.quant.weight import formats_of
 from eagle3_jax.text import Message
 
 SMALLEST_BUCKET = 32
@@ -83,6 +87,68 @@ def _probe_prompts(target: Target) -> list[list[int]]:
 
         return [target.tokenizer.encode_chat(chat) for chat in load_workload("dev").chats[:_PROBE_PROMPTS]]
     return [[int(i)] for i in np.linspace(0, target.model.config.vocab_size - 1, _PROBE_PROMPTS)]
+
+
+Quantizable = TypeVar("Quantizable")
+
+
+def quantize(
+    model: Quantizable, scheme: str, exclude: Collection[str] = KEPT, activations: str | None = None
+) -> Quantizable:
+    """Quantise a target, a draft, a tree of weights or one weight.
+
+    Sources: AMD Quark's schemes ptpc_fp8, fp8 and mxfp4; DeepSeek-V3 (arXiv 2412.19437), section 3.3, for
+    fp8_block; compressed-tensors' symmetric groups of 32 for int4.
+
+    Args:
+        model: with wide weights. Of a tree alone, the model's config must be told the new formats:
+            `eagle3_jax.quant.weight.formats_of`.
+        scheme: "ptpc_fp8" (one scale an output), "fp8" (one a matrix), "fp8_block" (one for 128 x 128), "mxfp4" or
+            "int4".
+        exclude: regular expressions; a module whose whole path in the tree, e.g. "layers_3/mlp/down", matches one
+            keeps its weight. By default: embedding, head, a draft's fc, routers.
+        activations: how those that meet the weights are rounded: None is as a card does it for FP8, "wide" not at
+            all, "fake_quant" as a card does it, "mxfp8" the same with MXFP8 for MXFP4 weights.
+
+    Returns:
+        The same with narrow matrices: codes [out, in / pack] and scales; what was given is not changed.
+
+    Raises:
+        Eagle3Error: an unknown scheme, a malformed pattern, or weights that are narrow already, not finite, or of a
+            width that the scheme cannot group.
+
+    Example:
+        >>> draft = quantize(draft, "ptpc_fp8")  # doctest: +SKIP
+    """
+    return _with_params(model, lambda params: quantize_tree(params, scheme, exclude, activations))
+
+
+def dequantize(model: Quantizable, dtype: str = "float32") -> Quantizable:
+    """Make the narrow weights of a target, a draft, a tree or one weight wide again.
+
+    Activations are rounded as before, so that on CPU the result computes what a card does with the narrow weights.
+
+    Args:
+        model: what `quantize` or a loader gives.
+        dtype: of the wide matrices, "float32", "bfloat16" or "float16".
+
+    Raises:
+        Eagle3Error: another dtype.
+
+    Example:
+        >>> wide = dequantize(load_target("MiniMax-M2.5", widen=False))  # doctest: +SKIP
+    """
+    return _with_params(model, lambda params: dequantize_tree(params, FORMATS[check_dtype(dtype)]))
+
+
+def _with_params(model: Any, change: Callable[[Any], Any]) -> Any:
+    """A target or draft with changed weights and a config that describes them; or the changed tree alone."""
+    if not isinstance(model, Target | Draft):
+        return change(model)
+    params, config = change(model.params), model.model.config
+    module: Any = type(model.model)
+    described = module(dataclasses.replace(config, weights=formats_of(params, config.weights)))
+    return dataclasses.replace(model, model=described, params=params)
 
 
 def encode(
