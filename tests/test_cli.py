@@ -1,5 +1,6 @@
 """The command line, in-process on tiny models."""
 
+import argparse
 import json
 import os
 import subprocess
@@ -67,6 +68,14 @@ def test_every_verb_has_help(run: Any, verb: Any) -> None:
     code, out, err = run(verb.__name__.rpartition(".")[2], "--help")
     assert (code, err) == (0, "")
     assert "--target" in out and "--compilation-cache" in out
+
+
+@pytest.mark.parametrize("verb", cli.VERBS)
+def test_every_flag_is_described(verb: Any) -> None:
+    parser = argparse.ArgumentParser()
+    verb.add_arguments(parser)
+    bare = [a.dest for a in parser._actions if len((a.help or "").partition("(default")[0].split()) < 2]
+    assert set(bare) <= {"speculation"}
 
 
 def test_generate_json_is_the_contract(run: Any, ids: Path) -> None:
@@ -229,7 +238,9 @@ def test_train_then_evaluate(run: Any, tmp_path: Path) -> None:
     code, out, _ = run(
         *("train", "--target", TARGET, "--data", shard, "--out", folder, "--json", "--steps", 2, "--batch-size", 2),
         *("--row-length", 64, "--draft-vocab-size", 48, "--taps", "1,3,5", "--freeze-head", "--no-drop-uncovered"),
+        *("--mesh", "2,1", "--plot", tmp_path / "curve.png"),
     )
+    assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
     report = json.loads(out)
     assert (code, report) == (0, {"target": TARGET.name, "draft": str(folder / "draft"), "steps": 2})
     config = json.loads((folder / "train.json").read_text())["config"]
@@ -334,6 +345,8 @@ BAD = [
     "train --target {target} --data {ids} --out {tmp}/run",
     "train --target {target} --data {tmp} --out {tmp}/run",
     "train --target {target} --data {ids} --out {tmp}/run --steps 0",
+    "train --target {target} --data {ids} --out {tmp}/run --mesh 2",
+    "train --target {target} --data {ids} --out {tmp}/run --plot {tmp}/nowhere/x.png",
     "train --target {target} --data {ids} --out {tmp}/run --optimizer sgd",
     "train --target {target} --data {ids} --out {tmp}/run --taps 1,x",
     "train --target {target} --data {ids} --out {tmp}/run --learning-rate inf",
@@ -350,7 +363,6 @@ BAD = [
     "evaluate --target {target} --draft {draft} --prompts {tmp}/missing.json",
     "evaluate --target {target} --draft {draft} --prompts {ids} --speculation chain:99",
     "evaluate --target {target} --draft {draft} --prompts {ids} --temperature 0,nan",
-    "evaluate --target {target} --draft {draft} --prompts {ids} --context 1000",
     "evaluate --target {target} --draft {draft} --prompts {ids} --limit 0",
     "bench --target {target} --draft {draft} --repeats 0",
     "bench --target {target} --draft {draft} --concurrency 1,0",

@@ -135,17 +135,34 @@ def add_prompt_ids_argument(parser: Any, help: str = "a list of lists of token i
 
 def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
     """What is drawn, how much of it, and when to stop."""
-    parser.add_argument("--max-new-tokens", metavar="N", type=whole(1), default=128, help="(default: 128)")
+    parser.add_argument(
+        "--max-new-tokens", metavar="N", type=whole(1), default=128, help="of each prompt (default: 128)"
+    )
     parser.add_argument(
         "--speculation", metavar="SPEC", help=f"chain:K, K drafts a round (default: {DEFAULT_SPECULATION})"
     )
     parser.add_argument("--temperature", type=number(0, 1e6), default=0.0, help="0 is greedy (default)")
-    parser.add_argument("--top-k", type=whole(0), default=0, help="0 is off (default)")
-    parser.add_argument("--top-p", type=number(1e-6, 1), default=1.0, help="1 is off (default)")
-    parser.add_argument("--min-p", type=number(0, 1), default=0.0, help="0 is off (default)")
-    parser.add_argument("--repetition-penalty", type=number(1e-6, 1e6), default=1.0, help="1 is off (default)")
-    parser.add_argument("--presence-penalty", type=number(-1e6, 1e6), default=0.0, help="0 is off (default)")
-    parser.add_argument("--frequency-penalty", type=number(-1e6, 1e6), default=0.0, help="0 is off (default)")
+    parser.add_argument(
+        "--top-k", type=whole(0), default=0, help="draw from the K most likely tokens; 0 is off (default)"
+    )
+    parser.add_argument(
+        "--top-p", type=number(1e-6, 1), default=1.0, help="draw from that probability mass; 1 is off (default)"
+    )
+    parser.add_argument(
+        "--min-p", type=number(0, 1), default=0.0, help="least share of the best probability; 0 is off (default)"
+    )
+    parser.add_argument(
+        "--repetition-penalty", type=number(1e-6, 1e6), default=1.0, help="on all tokens so far; 1 is off (default)"
+    )
+    parser.add_argument(
+        "--presence-penalty", type=number(-1e6, 1e6), default=0.0, help="on generated tokens; 0 is off (default)"
+    )
+    parser.add_argument(
+        "--frequency-penalty",
+        type=number(-1e6, 1e6),
+        default=0.0,
+        help="on each generation of a token; 0 is off (default)",
+    )
     parser.add_argument("--min-tokens", type=whole(0), default=0, help="no stop before that many tokens")
     add_seed_argument(parser)
     parser.add_argument("--ignore-eos", action="store_true", help="the end-of-text tokens do not stop")
@@ -168,7 +185,9 @@ def add_prompt_set_arguments(parser: argparse.ArgumentParser) -> None:
         help="dev, mt-bench (80 first turns), humaneval (164), or F.json: a list of chats (default: dev)",
     )
     parser.add_argument("--limit", metavar="N", type=whole(1), help="only the first N prompts")
-    parser.add_argument("--max-new-tokens", metavar="N", type=whole(1), default=96, help="(default: 96)")
+    parser.add_argument(
+        "--max-new-tokens", metavar="N", type=whole(1), default=96, help="of each prompt (default: 96)"
+    )
 
 
 def add_data_argument(parser: argparse.ArgumentParser, required: bool) -> None:

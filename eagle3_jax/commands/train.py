@@ -3,14 +3,18 @@
 import argparse
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from eagle3_jax.commands.options import add_json_argument, add_target_arguments, output_folder
+from eagle3_jax.commands.options import (
+    add_data_argument,
+    add_features_argument,
+    add_json_argument,
+    add_plot_argument,
+    add_target_arguments,
+    output_folder,
+    read_data,
+    whole,
+)
 from eagle3_jax.commands.settings import add_config_arguments, read_config
-
-if TYPE_CHECKING:
-    from eagle3_jax.checkpoint.targets import Target
-    from eagle3_jax.training.data import Chat
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -33,6 +37,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=True,
         help="go on from the newest checkpoint in --out (default)",
     )
+    parser.add_argument(
+        "--mesh",
+        metavar="D,M",
+        type=mesh_sizes,
+        help="share the work among D x M devices: rows over the first number, weights over the second",
+    )
+    add_plot_argument(parser, "loss and accuracy")
     add_config_arguments(parser, TrainConfig)
     add_json_argument(parser)
 
@@ -40,39 +51,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Train to the last step and save the draft."""
     import eagle3_jax as e3
-    from eagle3_jax.training.trainer import TrainConfig, train
+    from eagle3_jax.plots import check_plotting, draw_training
+    from eagle3_jax.sharding import make_mesh
+    from eagle3_jax.training.trainer import TrainConfig, read_metrics, train
 
     config = read_config(args, TrainConfig)
+    if args.plot is not None:
+        check_plotting()
     target = e3.load_target(args.target, dtype=args.dtype)
     chats = read_data(args.data, target)
-    train(target, chats, config, args.out, args.features, args.resume)
+    mesh = None if args.mesh is None else make_mesh(*args.mesh)
+    train(target, chats, config, args.out, args.features, args.resume, mesh=mesh)
+    if args.plot is not None:
+        draw_training(read_metrics(args.out), args.plot)
     draft = str(Path(args.out) / "draft")
     print(json.dumps({"target": target.name, "draft": draft, "steps": config.steps}) if args.json else draft)
     return 0
 
 
-def add_data_argument(parser: argparse.ArgumentParser, required: bool) -> None:
-    """--data."""
-    parser.add_argument("--data", metavar="PATH", required=required, help="a token shard (.npz) or a folder of them")
-
-
-def add_features_argument(parser: argparse.ArgumentParser) -> None:
-    """--features."""
-    parser.add_argument(
-        "--features", metavar="DIR", type=output_folder, help="cache of the target's hidden states (large)"
-    )
-
-
-def read_data(path: str, target: "Target") -> "list[Chat]":
-    """The chats of --data; shards that do not hold what every chat starts with get the template's header.
-
-    Raises:
-        Eagle3Error: nothing there, or not token shards.
-    """
-    from eagle3_jax.training.data import read_chats
-    from eagle3_jax.training.distill import chat_frame
-
-    tokenizer = target.tokenizer
-    if tokenizer is None or not tokenizer.has_chat_template:
-        return read_chats(path)
-    return read_chats(path, chat_frame(tokenizer).header)
+def mesh_sizes(text: str) -> tuple[int, int]:
+    """An argparse type: two whole numbers from 1, as in 4,2."""
+    data, comma, model = text.partition(",")
+    if not comma:
+        raise argparse.ArgumentTypeError(f"{text!r} is not two numbers, such as 4,2")
+    return whole(1)(data), whole(1)(model)

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 from jax import Array, lax
+from jax.sharding import Mesh
 
 from eagle3_jax.checkpoint.files import atomic_file, refusing_io
 from eagle3_jax.checkpoint.targets import Target
@@ -25,6 +26,7 @@ from eagle3_jax.models.attention import Expand
 from eagle3_jax.models.decoder import Decoder
 from eagle3_jax.models.eagle3 import shared_weights
 from eagle3_jax.quant.weight import Weight
+from eagle3_jax.sharding import shard_batch
 from eagle3_jax.training.data import PackedRows, check_vocabulary, loss_mask
 from eagle3_jax.training.loss import Batch, ttt_attention
 
@@ -123,6 +125,7 @@ class FeatureCache:
         rows: the packed rows.
         taps: hidden states to keep.
         batch_size: rows of one pass of the target.
+        mesh: where the target lies; rows of a pass are split over its "data".
 
     Attributes:
         name: of the cache's own folder; differs with the rows, the taps and the target.
@@ -138,8 +141,9 @@ class FeatureCache:
         rows: PackedRows,
         taps: tuple[int, ...],
         batch_size: int = 4,
+        mesh: Mesh | None = None,
     ) -> None:
-        self.target, self.rows, self.taps, self.batch_size = target, rows, taps, batch_size
+        self.target, self.rows, self.taps, self.batch_size, self.mesh = target, rows, taps, batch_size, mesh
         check_vocabulary(rows.tokens, target.model.config.vocab_size)
         self.loss_mask = loss_mask(rows)
         count, length = rows.tokens.shape
@@ -179,6 +183,7 @@ class FeatureCache:
         # Always a full batch, so that one program serves; the repeated rows are written once.
         pick = np.resize(np.asarray(indices), self.batch_size)
         arrays = [getattr(self.rows, name)[pick] for name in ("tokens", "segment_ids", "positions")]
+        arrays = shard_batch(arrays, self.mesh)
         states = target_states(self.target.model, self.target.params, *arrays, self.taps)
         for store, value in zip((self.features, self.hidden, self.argmax), states, strict=True):
             store[indices] = np.asarray(value)[: len(indices)]

@@ -17,13 +17,15 @@ import optax
 import orbax.checkpoint as ocp
 from flax import struct
 from jax import Array
+from jax.sharding import Mesh
 from tqdm import tqdm
 
 from eagle3_jax.checkpoint.drafts import Draft, save_draft
-from eagle3_jax.checkpoint.files import atomic_file, read_json, refusing_io, write_json_atomic
+from eagle3_jax.checkpoint.files import atomic_file, parse_json, read_json, refusing_io, write_json_atomic
 from eagle3_jax.checkpoint.targets import Target
 from eagle3_jax.errors import Eagle3Error
 from eagle3_jax.models.eagle3 import Eagle3, SharedWeights, shared_weights
+from eagle3_jax.sharding import DATA, check_mesh, keep_sharded, shard_batch, shard_weights
 from eagle3_jax.training.data import Chat, coverage, draft_vocabulary, pack, split
 from eagle3_jax.training.evaluate import summary, teacher_forced
 from eagle3_jax.training.features import FeatureCache, RestrictedHead, Rows, make_batch, restrict_head
@@ -57,15 +59,19 @@ class TrainConfig:
     Attributes:
         steps: optimiser steps. batch_size: rows of a step. row_length: tokens of a packed row.
         draft_vocab_size: Vd, the most frequent assistant tokens; 0 keeps the whole vocabulary.
-        taps, intermediate_size, rope_theta, fc_norm, norm_output: the draft's shape, see `draft_config`.
+        taps: hidden states of the target that the draft reads. intermediate_size: width of the MLP; 0 is the target's.
+        rope_theta: RoPE base. fc_norm: norm each hidden state (EAGLE-3.1). norm_output: feed back normed (EAGLE-3.1).
         init_from_target: start from the target's weights, see `init_draft`.
         freeze_head: leave the head at its initial columns: less to compute and less to overfit.
-        ttt_steps, step_decay, objective, drop_uncovered: the loss, see `LossConfig`.
+        ttt_steps: J, how many tokens deep the chain is unrolled. step_decay: step j weighs step_decay^j.
+        objective: "cross_entropy", or "kl" (the same gradient, less the target's entropy).
+        drop_uncovered: leave out rows whose most likely target token the draft vocabulary lacks.
         optimizer: "adamw", or "muon" (matrices of the layer by Muon, the rest by AdamW).
-        learning_rate: peak; it falls to a tenth by a cosine after a linear `warmup` (share of all steps).
-        beta1, beta2, weight_decay, clip: AdamW's moments and decay; largest gradient norm.
+        learning_rate: its peak; after that it falls to a tenth by a cosine.
+        warmup: share of the steps in which the learning rate rises to its peak.
+        beta1, beta2: AdamW's moments. weight_decay: of the optimiser. clip: largest gradient norm.
         seed: of the initial weights and the order of rows.
-        save_every, eval_every: steps between checkpoints and between evaluations.
+        save_every: steps between checkpoints. eval_every: steps between evaluations on held-out rows.
         eval_rows: held-out rows of an evaluation.
 
     Raises:
@@ -171,7 +177,7 @@ def split_trainable(params: dict[str, Any], freeze_head: bool) -> tuple[dict[str
     return learning, {name: part for name, part in params.items() if name in still}
 
 
-@partial(jax.jit, static_argnames=("model", "restricted", "config"), donate_argnames="state")
+@partial(jax.jit, static_argnames=("model", "restricted", "config", "mesh"), donate_argnames="state")
 def train_step(
     model: Eagle3,
     restricted: RestrictedHead,
@@ -181,8 +187,12 @@ def train_step(
     shared: SharedWeights,
     head_params: Any,
     rows: Rows,
+    mesh: Mesh | None = None,
 ) -> tuple[TrainState, Array, Metrics, Array]:
-    """One optimiser step: (state, loss, metrics, gradient norm before clipping)."""
+    """One optimiser step: (state, loss, metrics, gradient norm before clipping).
+
+    On a mesh the new state lies as the old one did, so that one program serves all steps.
+    """
     batch = make_batch(rows, restricted, head_params, model.config.dtype)
 
     def loss(trainable: dict[str, Any]) -> tuple[Array, Metrics]:
@@ -194,7 +204,7 @@ def train_step(
         updates, moments = make_optimizer(config).update(gradients, state.optimizer, state.trainable)
         trainable = optax.apply_updates(state.trainable, updates)
         norm = optax.tree.norm(gradients)
-    return TrainState(state.step + 1, trainable, moments), value, metrics, norm
+    return keep_sharded(TrainState(state.step + 1, trainable, moments), mesh), value, metrics, norm
 
 
 def rows_of_step(step: int, rows: int, batch_size: int, seed: int) -> list[int]:
@@ -240,6 +250,7 @@ class Trainer:
         features: folder of the feature cache; `out/features` by default.
         resume: go on from the newest checkpoint in `out`.
         start: a draft to train further, of the shape that `config` asks for; it brings its vocabulary along.
+        mesh: devices to share the work: rows over its "data", weights over its "model". No result depends on it.
 
     Attributes:
         held_out: cache of the held-out rows; None where there are fewer than five chats.
@@ -257,7 +268,13 @@ class Trainer:
         features: str | os.PathLike[str] | None = None,
         resume: bool = True,
         start: Draft | None = None,
+        mesh: Mesh | None = None,
     ) -> None:
+        self.mesh = None if mesh is None else check_mesh(mesh)
+        rows_at_once = 1 if self.mesh is None else self.mesh.shape.get(DATA, 1)
+        if config.batch_size % rows_at_once:
+            raise Eagle3Error(f"batch_size {config.batch_size} cannot be split over {rows_at_once} devices")
+        target = dataclasses.replace(target, params=shard_weights(target.params, self.mesh))
         self.target, self.config, self.out = target, config, Path(out)
         training, held_out = split(chats)
         self.model, params = _first_draft(target, training, config, start)
@@ -268,14 +285,18 @@ class Trainer:
         }
         log.info("a draft vocabulary of %d covers %s of the answers", len(target_ids), self.coverage)
         self.shared = shared_weights(target.params)
-        self.restricted, self.head_params = restrict_head(target, target_ids)
+        self.restricted, head_params = restrict_head(target, target_ids)
+        self.head_params = shard_weights(head_params, self.mesh)
         folder, taps = Path(features or self.out / "features"), self.model.config.taps
-        self.rows = FeatureCache(folder, target, pack(training, config.row_length), taps)
+        at_once = max(4, rows_at_once)
+        self.rows = FeatureCache(folder, target, pack(training, config.row_length), taps, at_once, self.mesh)
         self.held_out = None
         if held_out:
-            self.held_out = FeatureCache(folder, target, pack(held_out, config.row_length), taps)
-        trainable, self.frozen = split_trainable(params, config.freeze_head)
-        self.state: Any = TrainState(jnp.int32(0), trainable, make_optimizer(config).init(trainable))
+            self.held_out = FeatureCache(folder, target, pack(held_out, config.row_length), taps, at_once, self.mesh)
+        trainable, frozen = split_trainable(params, config.freeze_head)
+        self.frozen = shard_weights(frozen, self.mesh)
+        state = TrainState(jnp.int32(0), trainable, make_optimizer(config).init(trainable))
+        self.state: Any = shard_weights(state, self.mesh)
         self._claim(resume)
         # Not in the background: the next step donates the buffers that would be read.
         options = ocp.CheckpointManagerOptions(max_to_keep=2, enable_async_checkpointing=False)
@@ -320,7 +341,10 @@ class Trainer:
         rows = self.rows.get(rows_of_step(self.step, len(self.rows), c.batch_size, c.seed))
         ready = time.perf_counter()
         fixed = (self.frozen, self.shared, self.head_params)
-        self.state, loss, metrics, norm = train_step(self.model, self.restricted, c, self.state, *fixed, rows)
+        placed = shard_batch(rows, self.mesh)
+        self.state, loss, metrics, norm = train_step(
+            self.model, self.restricted, c, self.state, *fixed, placed, self.mesh
+        )
         if not (np.isfinite(loss) and np.isfinite(norm)):
             raise Eagle3Error(
                 f"the loss or its gradient is not finite at step {self.step}; start again with a lower learning_rate"
@@ -381,6 +405,18 @@ class Trainer:
                 file.write("".join(kept).encode())
 
 
+def read_metrics(out: str | os.PathLike[str]) -> list[dict[str, Any]]:
+    """The records of a run's `metrics.jsonl`, one a step.
+
+    Raises:
+        Eagle3Error: there is none, or it is damaged.
+    """
+    path = Path(out) / "metrics.jsonl"
+    with refusing_io(path):
+        lines = path.read_bytes().splitlines()
+    return [parse_json(line, str(path)) for line in lines]
+
+
 def train(
     target: Target,
     chats: Sequence[Chat],
@@ -389,6 +425,7 @@ def train(
     features: str | os.PathLike[str] | None = None,
     resume: bool = True,
     start: Draft | None = None,
+    mesh: Mesh | None = None,
 ) -> Draft:
     """Train a draft for `target` and save it in `out/draft`.
 
@@ -400,6 +437,6 @@ def train(
         >>> draft = train(target, read_chats("chats"), TrainConfig(steps=600), "run")  # doctest: +SKIP
     """
     with refusing_io(out):
-        draft = Trainer(target, chats, config, out, features, resume, start).run()
+        draft = Trainer(target, chats, config, out, features, resume, start, mesh).run()
     save_draft(draft, Path(out) / "draft", dtype="float32")
     return draft

@@ -1,7 +1,6 @@
 """The trainer on a tiny target: it learns, resumes exactly, and keeps still what must not move."""
 
 import dataclasses
-import json
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ from eagle3_jax.training.data import draft_vocabulary, pack
 from eagle3_jax.training.evaluate import evaluate_decoding
 from eagle3_jax.training.features import FeatureCache
 from eagle3_jax.training.initial import draft_config, init_draft
-from eagle3_jax.training.trainer import TrainConfig, Trainer, rows_of_step, train
+from eagle3_jax.training.trainer import TrainConfig, Trainer, read_metrics, rows_of_step, train
 
 CONFIG = TrainConfig(
     steps=6, batch_size=4, row_length=64, draft_vocab_size=48, save_every=2, eval_every=3, eval_rows=4
@@ -38,10 +37,6 @@ def features(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def trainer(out: Path, features: Path, config: TrainConfig = CONFIG, **options: Any) -> Trainer:
     return Trainer(selfchats.target(), FEW, config, out, features, **options)
-
-
-def records(out: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
 
 
 def assert_same(ours: Any, theirs: Any) -> None:
@@ -65,7 +60,7 @@ def test_a_draft_learns(tmp_path: Path) -> None:
     at_first = run.evaluate()
     run.run()
     after = evaluate_decoding(run.draft, prompts, chain=3, max_new_tokens=20)
-    made = records(tmp_path)
+    made = read_metrics(tmp_path)
     assert [r["step"] for r in made] == list(range(1, 61))
     assert made[-1]["loss"] < 0.7 * made[0]["loss"]
     assert made[-1]["held_out"]["accuracy"][0] > at_first["accuracy"][0] + 0.2
@@ -88,7 +83,7 @@ def test_killed_at_any_step_it_ends_with_the_same_weights(tmp_path: Path, featur
     assert_same(whole.draft.params, again.draft.params)
     timed = {"seconds", "feature_seconds", "tokens_per_second"}
     ours, theirs = (
-        [{k: v for k, v in r.items() if k not in timed} for r in records(tmp_path / name)]
+        [{k: v for k, v in r.items() if k not in timed} for r in read_metrics(tmp_path / name)]
         for name in ("whole", "broken")
     )
     assert ours == theirs and len(ours) == 6
@@ -102,7 +97,7 @@ def test_a_finished_draft_is_saved_and_loads(tmp_path: Path, features: Path) -> 
     assert_same(loaded.params, draft.params)
     # Asking again finds the work done.
     assert_same(train(selfchats.target(), FEW, CONFIG, tmp_path, features).params, draft.params)
-    assert len(records(tmp_path)) == 6
+    assert len(read_metrics(tmp_path)) == 6
 
 
 def test_a_draft_can_be_trained_further(tmp_path: Path, features: Path) -> None:
