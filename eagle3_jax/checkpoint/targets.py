@@ -26,7 +26,7 @@ from eagle3_jax.checkpoint.orbax import is_orbax_folder, read_meta, read_params,
 from eagle3_jax.checkpoint.quant_config import parse_quant_config
 from eagle3_jax.checkpoint.registry import locate
 from eagle3_jax.checkpoint.tensors import TensorSource, open_checkpoint_folder
-from eagle3_jax.config import DecoderConfig, RopeConfig
+from eagle3_jax.config import MOST_LAYERS, DecoderConfig, RopeConfig
 from eagle3_jax.errors import Eagle3Error
 from eagle3_jax.models.decoder import Decoder
 from eagle3_jax.models.rope import inverse_frequencies
@@ -41,7 +41,6 @@ _TOKENIZER_FILES = (
     "chat_template.json",
 )
 _GGUF_TOKENIZER_FILE = "tokenizer.gguf.json"
-_MOST_LAYERS = 10_000
 
 
 @dataclasses.dataclass
@@ -141,7 +140,7 @@ def _load_orbax(name: str, folder: Path, dtype: str | None, policy: NarrowPolicy
     config = read_config(folder)
     model = _model(config, str(folder / "config.json"), dtype or check_dtype(meta["dtype"]))
     tokenizer, eos_ids = _read_text(folder, config, model.config)
-    if (layers := model.config.num_layers) > _MOST_LAYERS:
+    if (layers := model.config.num_layers) > MOST_LAYERS:
         raise Eagle3Error(f"{folder / 'config.json'}: {layers} layers are more than any model has")
     weights = model.config.weights
     narrow = [(path, format, "nk") for path, format in meta["narrow"].items()]

@@ -1,5 +1,6 @@
 """Frozen, hashable configurations and the strict reading of Hugging Face config.json files."""
 
+from eagle3_jax.config.decoder import MOST_LAYERS as MOST_LAYERS
 from eagle3_jax.config.decoder import DecoderConfig as DecoderConfig
 from eagle3_jax.config.deepseek import DeepseekConfig as DeepseekConfig
 from eagle3_jax.config.deepseek import parse_deepseek_v3 as parse_deepseek_v3

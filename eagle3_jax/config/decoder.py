@@ -5,6 +5,9 @@ import dataclasses
 from eagle3_jax.config.rope import RopeConfig
 from eagle3_jax.quant.weight import WeightFormats
 
+MOST_LAYERS = 10_000
+"""More than any model has; a damaged config that names more would keep a loader busy for hours."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DecoderConfig:

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from eagle3_jax.config.decoder import DecoderConfig
+from eagle3_jax.config.decoder import MOST_LAYERS, DecoderConfig
 from eagle3_jax.config.fields import Fields, check_unknown_fields
 from eagle3_jax.config.moe import MoEConfig
 from eagle3_jax.config.rope import parse_rope
@@ -100,12 +100,14 @@ def required_fields(fields: Fields, family: str, architecture: str, partial: boo
     fields.expect("architectures", [[architecture]])
     fields.expect("model_type", [family])
     max_position = fields.size("max_position_embeddings")
+    if (layers := fields.size("num_hidden_layers")) > MOST_LAYERS:
+        raise Eagle3Error(f"{fields.where}: {layers} layers are more than any model has")
     return {
         "family": family,
         "vocab_size": fields.size("vocab_size"),
         "hidden_size": fields.size("hidden_size"),
         "intermediate_size": fields.size("intermediate_size"),
-        "num_layers": fields.size("num_hidden_layers"),
+        "num_layers": layers,
         "num_heads": fields.size("num_attention_heads"),
         "num_kv_heads": fields.size("num_key_value_heads"),
         "head_dim": fields.size("head_dim"),

@@ -6,6 +6,9 @@ from typing import Any
 from eagle3_jax.config.fields import Fields
 from eagle3_jax.errors import Eagle3Error
 
+MOST_EXPERTS = 10_000
+"""More than any layer has; a damaged config that names more would keep a loader busy for hours."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MoEConfig:
@@ -46,6 +49,8 @@ class MoEConfig:
         """Refuse impossible choices."""
         if self.scoring not in ("softmax", "sigmoid"):
             raise Eagle3Error(f"experts are scored by {self.scoring!r:.80}; softmax and sigmoid are supported")
+        if self.num_experts > MOST_EXPERTS:
+            raise Eagle3Error(f"{self.num_experts} experts are more than any model has")
         if self.num_experts % self.groups or not 1 <= self.top_groups <= self.groups:
             raise Eagle3Error(
                 f"{self.top_groups} of {self.groups} groups cannot be chosen from {self.num_experts} experts"

@@ -60,6 +60,8 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     *[(name, {"hidden_act": "gelu"}, "hidden_act") for name in NAMES],
     *[(name, {"model_type": "llama"}, "model_type") for name in NAMES],
     *[(name, {"attention_window": 3, "qk_scale": 2.0}, "attention_window, qk_scale may change") for name in NAMES],
+    *[(name, {"num_hidden_layers": 2**31 - 1}, "2147483647 layers are more than any model") for name in NAMES],
+    *[(name, {"num_local_experts": 2**31 - 1}, "2147483647 experts are more") for name in NAMES[1:]],
     ("qwen3", {"use_sliding_window": True, "sliding_window": 4}, "use_sliding_window"),
     ("qwen3", {"layer_types": ["full_attention"] * 3 + ["sliding_attention"]}, "layer_types"),
     ("qwen3", {"num_experts": 8, "router_norm": True}, "router_norm"),
