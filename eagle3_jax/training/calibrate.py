@@ -1,0 +1,79 @@
+"""Largest activations of a draft's matrices over prompts, for scales that are fixed beforehand.
+
+Dimension letters: T tokens, F joined feature width, H width.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import flax.linen as nn
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from eagle3_jax.checkpoint.drafts import Draft
+from eagle3_jax.errors import Eagle3Error
+from eagle3_jax.models.attention import causal_attention
+from eagle3_jax.models.eagle3 import shared_weights
+from eagle3_jax.models.layers import Linear, apply
+
+
+def activation_maxima(draft: Draft, prompts: Sequence[Sequence[int]]) -> dict[str, float]:
+    """The largest magnitude that each matrix of a draft multiplies.
+
+    The draft passes over every prompt twice, as in its first step, which reads the target's features, and in its
+    second, which reads its own.
+
+    Args:
+        draft: the draft, with its target.
+        prompts: token ids of each prompt, three at least.
+
+    Returns:
+        By the weight's path in the parameter tree, e.g. "attention/q/weight"; its own head too.
+
+    Raises:
+        Eagle3Error: no prompts, one that is too short or long for the target, or activations that are not finite.
+
+    Example:
+        >>> activation_maxima(draft, [[1, 5, 9, 2]])["fc/weight"]  # doctest: +SKIP
+        3.25
+    """
+    longest = draft.target.model.config.max_position
+    if not prompts or not all(3 <= len(prompt) <= longest for prompt in prompts):
+        raise Eagle3Error(f"calibration needs prompts of 3 to {longest} tokens")
+    maxima: dict[str, float] = {}
+
+    def note(path: tuple[str, ...], values: Array) -> None:
+        name = "/".join((*path, "weight"))
+        maxima[name] = max(maxima.get(name, 0.0), float(jnp.max(jnp.abs(values.astype(jnp.float32)))))
+
+    def record(call: Callable, args: tuple, kwargs: dict[str, Any], context: nn.module.InterceptorContext) -> Any:
+        result = call(*args, **kwargs)
+        path = context.module.path
+        if context.method_name == "__call__" and isinstance(context.module, Linear):
+            note(path, args[0])
+        if context.method_name == "__call__" and path == ("final_norm",):
+            note(("head",), result)
+        return result
+
+    for prompt in prompts:
+        _draft_twice(draft, np.asarray(prompt, np.int32)[None], record)
+    if bad := [name for name, value in maxima.items() if not np.isfinite(value)]:
+        raise Eagle3Error(f"the activations of {bad[0]} are not finite; the draft or its target is at fault")
+    return maxima
+
+
+def _draft_twice(draft: Draft, tokens: np.ndarray, record: Callable) -> None:
+    """One pass on the target's features [1, T, F] of tokens [1, T], and one on the draft's own [1, T-2, H]."""
+    target, config = draft.target, draft.model.config
+    positions = np.arange(tokens.shape[1], dtype=np.int32)[None]
+    caches, shared = (None,) * target.model.config.num_layers, shared_weights(target.params)
+    out = apply(target.model, target.params, tokens, positions, causal_attention, caches, config.taps)
+    rest = (causal_attention, (None,) * config.num_layers, shared)
+    with nn.intercept_methods(record):
+        g = apply(draft.model, draft.params, out.features[:, :-1], shared, method="fuse")
+        y, _ = apply(draft.model, draft.params, g, tokens[:, 1:], positions[:, :-1], *rest)
+        fed = apply(draft.model, draft.params, y, method="feedback")[:, :-1]
+        again, _ = apply(draft.model, draft.params, fed, tokens[:, 2:], positions[:, 1:-1], *rest)
+        for hidden in (y, again):
+            apply(draft.model, draft.params, hidden, shared, method="logits")
