@@ -13,7 +13,7 @@ from eagle3_jax.quant.weight import Weight, is_weight
 
 DATA, MODEL = "data", "model"
 """Names of the mesh's axes."""
-RULES = dict.fromkeys(("heads", "kv_heads", "mlp", "vocab", "experts"), MODEL)
+RULES: dict[str, str] = dict.fromkeys(("heads", "kv_heads", "mlp", "vocab", "experts"), MODEL)
 """The mesh axis of a weight's logical axis; those not named lie whole on every device."""
 
 
@@ -51,7 +51,8 @@ def _automatic(count: int) -> tuple:
 def weight_shardings(tree: Any, mesh: Mesh) -> Any:
     """The sharding of every array of a tree of weights (params, or an optimiser's moments of them).
 
-    A dimension that its mesh axis does not divide, and whatever is no `Weight`, lies whole on every device.
+    A dimension that its mesh axis does not divide, and whatever is no `Weight`, lies whole on every device. A narrow
+    weight's scales lie as its codes do, where there are enough of them.
 
     Args:
         tree: arrays, abstract or traced ones too. mesh: of `check_mesh`.
@@ -61,17 +62,21 @@ def weight_shardings(tree: Any, mesh: Mesh) -> Any:
     def place(leaf: Any) -> Any:
         if not is_weight(leaf):
             return whole
-        return jax.tree.map(lambda x: whole, leaf).replace(value=NamedSharding(mesh, _spec(leaf, mesh)))
+        places = jax.tree.map(lambda x: whole, leaf)
+        places = places.replace(value=NamedSharding(mesh, _spec(leaf, leaf.value.shape, mesh)))
+        if leaf.scale is not None:
+            places = places.replace(scale=NamedSharding(mesh, _spec(leaf, leaf.scale.shape, mesh)))
+        return places
 
     return jax.tree.map(place, tree, is_leaf=is_weight)
 
 
-def _spec(weight: Weight, mesh: Mesh) -> PartitionSpec:
+def _spec(weight: Weight, shape: tuple[int, ...], mesh: Mesh) -> PartitionSpec:
     axes = list(weight.axes)
     if weight.layout == "nk":
         axes[-2:] = reversed(axes[-2:])
     taken: list[str | None] = []
-    for axis, size in zip(axes, weight.value.shape, strict=True):
+    for axis, size in zip(axes, shape, strict=True):
         name = RULES.get(axis)
         fits = name in mesh.shape and name not in taken and size % mesh.shape[name] == 0
         taken.append(name if fits else None)

@@ -48,8 +48,10 @@ class NarrowPolicy:
         """The policy of a loader's arguments: None widens on CPU only, where XLA has no narrow products.
 
         Raises:
-            Eagle3Error: activations that are not known.
+            Eagle3Error: activations that are not known, or `widen` that is no truth value.
         """
+        if not isinstance(widen, bool | None):
+            raise Eagle3Error(f"widen is {widen!r:.80}; True, False or None is needed")
         if activations not in WISHES:
             raise Eagle3Error(f"activations {activations!r} are not known; use 'wide', 'fake_quant' or 'mxfp8'")
         return cls(jax.default_backend() == "cpu" if widen is None else widen, activations)

@@ -7,10 +7,12 @@ from eagle3_jax.commands.options import (
     add_json_argument,
     add_prompt_ids_argument,
     add_target_arguments,
+    load_target,
     output_folder,
     read_prompt_ids,
 )
 from eagle3_jax.commands.settings import add_config_arguments, read_config
+from eagle3_jax.errors import Eagle3Error
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -34,13 +36,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Write the shards; run again, it goes on where it was interrupted."""
-    import eagle3_jax as e3
     from eagle3_jax.training.distill import DistillConfig, distill, read_openings
 
     config = read_config(args, DistillConfig)
     user_turns = read_prompt_ids(args.prompt_ids) if args.prompt_ids else None
-    target = e3.load_target(args.target, dtype=args.dtype)
-    openings = read_openings(args.openings, target.tokenizer) if args.openings else None
+    target = load_target(args)
+    openings = None
+    if args.openings is not None:
+        if target.tokenizer is None:
+            raise Eagle3Error(f"{target.name} has no tokenizer, and --openings are texts; give --prompt-ids")
+        openings = read_openings(args.openings, target.tokenizer)
     chats = distill(target, args.out, config, user_turns, openings=openings)
     if args.json:
         print(json.dumps({"target": target.name, "out": args.out, "chats": chats}))

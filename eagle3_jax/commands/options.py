@@ -95,13 +95,35 @@ def output_folder(text: str) -> str:
 
 
 def add_target_arguments(parser: argparse.ArgumentParser) -> None:
-    """--target and --dtype."""
+    """--target, --dtype, --widen and --activations."""
     parser.add_argument("--target", required=True, help="model name, Hugging Face folder, GGUF file or Orbax folder")
     parser.add_argument(
         "--dtype",
         choices=("float32", "bfloat16", "float16"),
         help="of the target's matrices and activations (default: float32 on CPU, bfloat16 elsewhere)",
     )
+    parser.add_argument(
+        "--widen",
+        action=argparse.BooleanOptionalAction,
+        help="turn the target's narrow weights into --dtype when they are loaded (default: on CPU only)",
+    )
+    parser.add_argument(
+        "--activations",
+        choices=("wide", "fake_quant", "mxfp8"),
+        help="how activations are rounded that meet the target's narrow weights (default: as a card does for FP8 "
+        "weights that stay narrow, else not at all); of a draft: --draft-set activations=fake_quant",
+    )
+
+
+def load_target(args: argparse.Namespace) -> "Target":
+    """The target that the flags of `add_target_arguments` name.
+
+    Raises:
+        Eagle3Error: whatever the loader refuses.
+    """
+    import eagle3_jax as e3
+
+    return e3.load_target(args.target, dtype=args.dtype, widen=args.widen, activations=args.activations)
 
 
 def add_draft_arguments(parser: argparse.ArgumentParser, optional: bool = True) -> None:
@@ -236,7 +258,7 @@ def load_pair(args: argparse.Namespace) -> "tuple[Target, Draft | None]":
     """
     import eagle3_jax as e3
 
-    target = e3.load_target(args.target, dtype=args.dtype)
+    target = load_target(args)
     name = args.draft
     if name is None and not getattr(args, "no_draft", False):
         from eagle3_jax.checkpoint.registry import entries
@@ -247,7 +269,9 @@ def load_pair(args: argparse.Namespace) -> "tuple[Target, Draft | None]":
         log.info("draft: %s", name or f"none is registered for {args.target}, decoding plainly")
     if name is None:
         return target, None
-    return target, e3.load_draft(name, target, overrides=dict(args.draft_set))
+    settings = dict(args.draft_set)
+    loading = {key: settings.pop(key) for key in ("widen", "activations") if key in settings}
+    return target, e3.load_draft(name, target, overrides=settings, **loading)
 
 
 def load_draft_pair(args: argparse.Namespace) -> "tuple[Target, Draft]":

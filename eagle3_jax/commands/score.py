@@ -5,6 +5,7 @@ import argparse
 from eagle3_jax.commands.options import (
     add_prompt_ids_argument,
     add_target_arguments,
+    load_target,
     output_file,
     read_prompt_ids,
 )
@@ -28,7 +29,7 @@ def run(args: argparse.Namespace) -> int:
     from eagle3_jax.checkpoint.files import atomic_file
 
     prompts = read_prompt_ids(args.prompt_ids)
-    target = e3.load_target(args.target, dtype=args.dtype)
+    target = load_target(args)
     ids, lengths = e3.encode_ids(target, prompts)
     result = e3.score(target, ids, lengths)
     lengths = np.asarray(lengths)

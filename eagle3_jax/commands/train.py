@@ -10,6 +10,7 @@ from eagle3_jax.commands.options import (
     add_json_argument,
     add_plot_argument,
     add_target_arguments,
+    load_target,
     output_folder,
     read_data,
     whole,
@@ -50,7 +51,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Train to the last step and save the draft."""
-    import eagle3_jax as e3
     from eagle3_jax.plots import check_plotting, draw_training
     from eagle3_jax.sharding import make_mesh
     from eagle3_jax.training.trainer import TrainConfig, read_metrics, train
@@ -58,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
     config = read_config(args, TrainConfig)
     if args.plot is not None:
         check_plotting()
-    target = e3.load_target(args.target, dtype=args.dtype)
+    target = load_target(args)
     chats = read_data(args.data, target)
     mesh = None if args.mesh is None else make_mesh(*args.mesh)
     train(target, chats, config, args.out, args.features, args.resume, mesh=mesh)

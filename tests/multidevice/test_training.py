@@ -12,6 +12,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from eagle3_jax.checkpoint.drafts import load_draft, save_draft
 from eagle3_jax.errors import Eagle3Error
+from eagle3_jax.quant.quantize import quantize_tree
 from eagle3_jax.sharding import make_mesh, shard_weights, weight_shardings
 from eagle3_jax.training.data import Chat
 from eagle3_jax.training.trainer import TrainConfig, Trainer, read_metrics, train_step
@@ -97,6 +98,17 @@ def test_a_layout_turns_the_axes_round_and_odd_sizes_stay_whole() -> None:
     assert weight_shardings(turned, mesh).value.spec == PartitionSpec("model")
     assert weight_shardings(odd, mesh).value.spec == PartitionSpec()
     np.testing.assert_array_equal(shard_weights(turned, mesh).value, turned.value)
+
+
+def test_scales_lie_as_their_codes_where_they_divide() -> None:
+    wide = loading.target("llama_tied").params["layers_0"]["mlp"]["up"]["weight"]
+    mesh = make_mesh(1, 8)
+    for scheme, spec in (("ptpc_fp8", PartitionSpec("model")), ("fp8_block", PartitionSpec())):
+        narrow = quantize_tree(wide, scheme)
+        places = weight_shardings(narrow, mesh)
+        assert (places.value.spec, places.scale.spec) == (PartitionSpec("model"), spec)
+        x = np.ones((2, 32), np.float32)
+        np.testing.assert_allclose(shard_weights(narrow, mesh).matmul(x), narrow.matmul(x), rtol=1e-6)
 
 
 def test_a_run_goes_on_over_another_mesh(tmp_path: Path, alone: Trainer) -> None:
