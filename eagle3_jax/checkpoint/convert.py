@@ -1,5 +1,6 @@
 """Drafts from one dialect into another, tensor by tensor: no weight is rounded."""
 
+import dataclasses
 import os
 import re
 from collections.abc import Mapping
@@ -9,7 +10,7 @@ import numpy as np
 
 from eagle3_jax.checkpoint.dialects import DraftTensors, flatten, is_speculators
 from eagle3_jax.checkpoint.draft_config import NO_OVERRIDES, Overrides, ParsedDraft, TargetFacts, parse_draft
-from eagle3_jax.checkpoint.draft_writer import write_draft
+from eagle3_jax.checkpoint.draft_writer import FILLED_IN, write_draft
 from eagle3_jax.checkpoint.drafts import open_draft_folder
 from eagle3_jax.checkpoint.files import refusing_io
 from eagle3_jax.checkpoint.folders import read_config
@@ -17,8 +18,9 @@ from eagle3_jax.checkpoint.maps import read_target_ids
 from eagle3_jax.checkpoint.names import FORMATS, abstract_params, check_finite, named_weights
 from eagle3_jax.checkpoint.registry import locate
 from eagle3_jax.checkpoint.taps import IDS_FIELD, eagle_config
+from eagle3_jax.checkpoint.target_files import read_target_config, read_target_embedding
 from eagle3_jax.checkpoint.tensors import DTYPES
-from eagle3_jax.config import DecoderConfig, Fields
+from eagle3_jax.config import Fields
 from eagle3_jax.errors import Eagle3Error
 from eagle3_jax.models.eagle3 import Eagle3
 
@@ -30,7 +32,7 @@ def convert_draft(
     path: str | os.PathLike[str],
     out: str | os.PathLike[str],
     dialect: str,
-    target: DecoderConfig | None = None,
+    target: str | os.PathLike[str] | None = None,
     overrides: Mapping[str, Any] | None = None,
 ) -> ParsedDraft:
     """Write a draft in another dialect. Tensors keep their bits.
@@ -38,8 +40,7 @@ def convert_draft(
     Args:
         path: as `eagle3_jax.load_draft` takes it. out: the folder to write.
         dialect: one of `eagle3_jax.checkpoint.dialects.DIALECTS`.
-        target: the target's config, see `eagle3_jax.checkpoint.target_files.read_target_config`; not needed where
-            the draft's own files say all.
+        target: the target, as `load_target` takes it; not needed where the draft's own files say all.
         overrides: settings that win over the file's, as in `load_draft`; the new files say them.
 
     Returns:
@@ -57,7 +58,7 @@ def convert_draft(
     with refusing_io(folder):
         config, source = read_config(folder), open_draft_folder(folder)
         where = str(folder / "config.json")
-        facts = guess_target(config, source, where) if target is None else TargetFacts.of(target)
+        facts = guess_target(config, source, where) if target is None else TargetFacts.of(read_target_config(target))
         parsed = parse_draft(config, source, facts, where, given)
         if parsed.taps.ambiguous:
             raise Eagle3Error(
@@ -65,10 +66,17 @@ def convert_draft(
                 "(`eagle3-jax evaluate --probe` finds out)"
             )
         tensors, ids = _read_tensors(source, parsed)
+        if FILLED_IN.items() <= source.metadata.items():
+            del tensors["embed/weight"]
+            parsed = dataclasses.replace(parsed, config=dataclasses.replace(parsed.config, shares_embedding=True))
     settings = flatten(config, where)[0] if is_speculators(config) else config
     length = Fields(settings, where).size("max_position_embeddings", 2048)
     dtype = _DTYPE_NAMES.get(tensors["attention/q/weight"].dtype, "float32")
-    write_draft(out, tensors, ids, parsed.config, dialect, dtype, length, _verifier(config) or name)
+    verifier = _verifier(config) if target is None else os.fspath(target)
+    embedding = None
+    if dialect == "speculators" and parsed.config.shares_embedding and target is not None:
+        embedding = read_target_embedding(target)
+    write_draft(out, tensors, ids, parsed.config, dialect, dtype, length, verifier or name, embedding)
     return parsed
 
 

@@ -38,6 +38,9 @@ _INNER_KINDS = ("llama", "qwen3")
 class DraftTensors(TensorSource):
     """A draft's tensors without the prefix "model." that some exporters add, and under today's names.
 
+    Attributes:
+        metadata: of the file, if it can have any.
+
     Args:
         source: the file.
 
@@ -47,6 +50,7 @@ class DraftTensors(TensorSource):
 
     def __init__(self, source: TensorSource) -> None:
         self.path, self._source, self._stored = source.path, source, dict[str, str]()
+        self.metadata: dict[str, str] = getattr(source, "metadata", {})
         for stored in source:
             plain = stored.removeprefix("model.")
             name = _OLD_NAMES.get(plain, plain)

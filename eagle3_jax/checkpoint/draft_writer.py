@@ -17,6 +17,9 @@ from eagle3_jax.errors import Eagle3Error
 
 log = logging.getLogger("eagle3_jax")
 
+FILLED_IN = {"eagle3_jax.embedding": "target"}
+"""Metadata of a file whose embedding is a copy of the target's, not the draft's own."""
+
 _ABSENT = {
     "safeailab": ("qk_norm", "norm_before_fc"),
     "vllm": (),
@@ -34,6 +37,7 @@ def write_draft(
     dtype: str,
     max_position: int,
     verifier: str,
+    target_embedding: np.ndarray | None = None,
 ) -> None:
     """Write a draft's folder: config.json and model.safetensors, complete or not at all.
 
@@ -43,6 +47,8 @@ def write_draft(
         target_ids: int [Vd], the target's id of each draft id, if the vocabulary is reduced.
         config: what the draft is. dialect: one of `DIALECTS`. dtype: what config.json says of the weights.
         max_position: the target's context length. verifier: the target's name, which speculators writes down.
+        target_embedding: [V, Ht]; needed where a draft that reads its target's goes to speculators, whose own
+            class takes a missing embedding for memory that it happens to find.
 
     Raises:
         Eagle3Error: a dialect that is not known or cannot say what the draft is, or a folder that cannot be
@@ -56,8 +62,14 @@ def write_draft(
         named["d2t"] = ids - np.arange(len(ids))
         named["t2d"] = np.zeros(config.vocab_size, bool)
         named["t2d"][ids] = True
+    metadata = {"format": "pt"}
+    if dialect == "speculators" and config.shares_embedding:
+        if target_embedding is None:
+            raise Eagle3Error("dialect speculators needs the target's embedding in the file; name the target")
+        named[names.file_name("embed/weight")] = target_embedding
+        metadata |= FILLED_IN
     with atomic_folder(path) as folder:
-        write_safetensors(folder / SINGLE_FILE, named, {"format": "pt"})
+        write_safetensors(folder / SINGLE_FILE, named, metadata)
         write_json_atomic(folder / "config.json", fields)
 
 

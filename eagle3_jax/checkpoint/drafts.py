@@ -204,8 +204,13 @@ def save_draft(
         for place, weight in named_weights(draft.params).items()
     }
     ids, target = draft.params.get("target_ids"), draft.target
-    max_position = target.model.config.max_position
-    write_draft(path, tensors, ids, draft.model.config, dialect or draft.dialect, dtype, max_position, target.name)
+    # Speculators loads the target's embedding from what the file calls it.
+    verifier = str(target.source) if target.source is not None and target.source.is_dir() else target.name
+    max_position, dialect = target.model.config.max_position, dialect or draft.dialect
+    embedding = None
+    if dialect == "speculators" and draft.model.config.shares_embedding:
+        embedding = _saved(target.params["embed"]["weight"], dtype, f"{path}: the target's embedding in {dtype}")
+    write_draft(path, tensors, ids, draft.model.config, dialect, dtype, max_position, verifier, embedding)
 
 
 def _saved(weight: Weight, dtype: str, what: str) -> np.ndarray:

@@ -10,9 +10,10 @@ from eagle3_jax.checkpoint.files import refusing_io, write_json_atomic
 from eagle3_jax.checkpoint.folders import atomic_folder, is_draft, read_config
 from eagle3_jax.checkpoint.gguf import GGUFSource
 from eagle3_jax.checkpoint.names import FORMATS, Fused, HeadRows, Place, check_dtype, check_finite
+from eagle3_jax.checkpoint.orbax import is_orbax_folder
 from eagle3_jax.checkpoint.registry import entries, locate
 from eagle3_jax.checkpoint.targets import Target, copy_tokenizer
-from eagle3_jax.checkpoint.tensors import SINGLE_FILE, write_safetensors
+from eagle3_jax.checkpoint.tensors import SINGLE_FILE, open_checkpoint_folder, write_safetensors
 from eagle3_jax.config import DecoderConfig
 from eagle3_jax.errors import Eagle3Error
 from eagle3_jax.quant.formats import FLOAT_FORMATS
@@ -42,6 +43,27 @@ def read_target_config(path: str | os.PathLike[str]) -> DecoderConfig:
             config, where = GGUFSource(place).config(), str(place)
             config.pop("rope_freq_factors", None)
         return family_of(config, where).parse(config, where)
+
+
+def read_target_embedding(path: str | os.PathLike[str]) -> np.ndarray:
+    """A target's embedding [V, Ht] as its file holds it.
+
+    Args:
+        path: a Hugging Face folder or a GGUF file, or a known name of one.
+
+    Raises:
+        Eagle3Error: another kind of checkpoint, or damaged files.
+    """
+    _, place = locate(path, "target")
+    with refusing_io(place):
+        if is_orbax_folder(place):
+            raise Eagle3Error(f"{place}: give the target as a Hugging Face folder (eagle3-jax convert writes one)")
+        source = open_checkpoint_folder(place) if place.is_dir() else GGUFSource(place)
+        config = read_target_config(path)
+        name = FAMILIES[config.family].key_map(config, source).file_name("embed/weight")
+        tensor = source.read(name)
+        check_finite(tensor, f"{place}: tensor {name}")
+        return tensor
 
 
 def save_target_folder(target: Target, path: str | os.PathLike[str], dtype: str | None = None) -> None:

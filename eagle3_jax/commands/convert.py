@@ -45,11 +45,9 @@ def run(args: argparse.Namespace) -> int:
         save_target_folder(load_target(args.source, args.dtype), args.out, args.dtype)
         return 0
     from eagle3_jax.checkpoint.convert import convert_draft
-    from eagle3_jax.checkpoint.target_files import read_target_config
 
     if args.dtype is not None:
         raise Eagle3Error("--dtype is for targets; a draft's tensors keep their bits")
-    target = None if args.target is None else read_target_config(args.target)
-    found = convert_draft(args.source, args.out, args.to, target, dict(args.draft_set))
+    found = convert_draft(args.source, args.out, args.to, args.target, dict(args.draft_set))
     print(f"{args.out}: dialect {args.to}, taps hs{list(found.taps.indices)} ({found.taps.reason})")
     return 0

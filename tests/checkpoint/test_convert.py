@@ -1,8 +1,8 @@
 """Conversions: drafts between dialects bit for bit, targets into Hugging Face folders, and what is refused."""
 
+import dataclasses
 import json
 from pathlib import Path
-from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -28,18 +28,25 @@ ROUNDS = [
 ]
 
 
-def config_of(name: str) -> Any:
-    return read_target_config(TARGETS / TARGET_OF[name])
+def target_of(name: str) -> Path:
+    return TARGETS / TARGET_OF[name]
 
 
 @pytest.mark.parametrize(("name", "dialect"), ROUNDS)
 def test_a_round_trip_keeps_every_bit(name: str, dialect: str, tmp_path: Path) -> None:
-    there = convert_draft(DRAFTS / name, tmp_path / "there", dialect, config_of(name))
+    there = convert_draft(DRAFTS / name, tmp_path / "there", dialect, target_of(name))
     original = draft(name)
     assert there.config.taps == original.model.config.taps
     loaded = load_draft(tmp_path / "there", target(TARGET_OF[name]))
-    assert (loaded.dialect, loaded.model) == (dialect, original.model)
-    convert_draft(tmp_path / "there", tmp_path / "back", original.dialect, config_of(name))
+    filled = dialect == "speculators" and original.model.config.shares_embedding
+    config = dataclasses.replace(
+        original.model.config, shares_embedding=not filled and original.model.config.shares_embedding
+    )
+    assert dataclasses.replace(loaded.model.config, weights=config.weights) == config and loaded.dialect == dialect
+    if filled:
+        theirs = tensors_of(target_of(name))["model.embed_tokens.weight"]
+        assert tensors_of(tmp_path / "there")["embed_tokens.weight"].tobytes() == theirs.tobytes()
+    convert_draft(tmp_path / "there", tmp_path / "back", original.dialect, target_of(name))
     back, files = tensors_of(tmp_path / "back"), tensors_of(DRAFTS / name)
     assert back.keys() == files.keys()
     for key, tensor in files.items():
@@ -53,7 +60,9 @@ def test_narrow_tensors_stay_as_they_are(dtype: type, tmp_path: Path) -> None:
     def cast(tensors: dict) -> None:
         tensors.update({k: x.astype(dtype) for k, x in tensors.items() if x.dtype == np.float32})
 
-    convert_draft(edited(DRAFTS / "c_eagle31", tmp_path / "c", cast), tmp_path / "out", "speculators")
+    convert_draft(
+        edited(DRAFTS / "c_eagle31", tmp_path / "c", cast), tmp_path / "out", "speculators", target_of("c_eagle31")
+    )
     found, files = tensors_of(tmp_path / "out"), tensors_of(tmp_path / "c")
     assert found["layers.0.mlp.up_proj.weight"].tobytes() == files["midlayer.mlp.up_proj.weight"].tobytes()
     assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == np.dtype(dtype).name
@@ -61,7 +70,7 @@ def test_narrow_tensors_stay_as_they_are(dtype: type, tmp_path: Path) -> None:
 
 def test_what_other_engines_read_of_a_converted_draft(tmp_path: Path) -> None:
     """The fields of the written config, as the engines' own sources name them."""
-    convert_draft(DRAFTS / "c_eagle31", tmp_path / "s", "speculators")
+    convert_draft(DRAFTS / "c_eagle31", tmp_path / "s", "speculators", target_of("c_eagle31"))
     config = json.loads((tmp_path / "s" / "config.json").read_text())
     assert (config["speculators_model_type"], config["architectures"]) == ("eagle3", ["Eagle3DraftModel"])
     assert config["eagle_aux_hidden_state_layer_ids"] == [2, 3, 4]
@@ -82,16 +91,18 @@ def test_conversions_that_would_be_misread_are_refused(tmp_path: Path, caplog: p
         ("a_safeailab", "speculators", "name the target"),
         ("a_safeailab", "gguf", "dialect 'gguf' is not known"),
     ):
-        on = None if "name" in match else config_of(name)
+        on = None if "name" in match else target_of(name)
         with pytest.raises(Eagle3Error, match=match):
             convert_draft(DRAFTS / name, tmp_path / "out", dialect, on)
     open_ids = edited(DRAFTS / "c_eagle31", tmp_path / "c", config=put("eagle_config", {IDS: [3, 4, 5]}))
     with pytest.raises(Eagle3Error, match=r"fit both readings.*say which is right"):
         convert_draft(open_ids, tmp_path / "out", "speculators")
-    found = convert_draft(open_ids, tmp_path / "out", "speculators", overrides={"tap_convention": "output"})
+    with pytest.raises(Eagle3Error, match="needs the target's embedding in the file; name the target"):
+        convert_draft(open_ids, tmp_path / "out", "speculators", None, {"tap_convention": "output"})
+    found = convert_draft(open_ids, tmp_path / "out", "vllm", None, {"tap_convention": "output"})
     assert found.taps.indices == (4, 5, 6)
     with pytest.raises(Eagle3Error, match=r"taps \[1, 3, 5\] start at 1"):
-        convert_draft(open_ids, tmp_path / "x", "speculators", config_of("c_eagle31"), {"taps": [1, 3, 5]})
+        convert_draft(open_ids, tmp_path / "x", "speculators", target_of("c_eagle31"), {"taps": [1, 3, 5]})
     assert not (tmp_path / "x").exists()
     convert_draft(DRAFTS / "b_speculators", tmp_path / "b", "safeailab")
     assert "SGLang and SafeAILab ignore norm_before_residual" in caplog.text
