@@ -175,6 +175,12 @@ def test_the_layout_of_the_published_kimi_draft() -> None:
     assert sum(np.prod(shape) for shape in fp8.values()) == 675_282_944
 
 
+def test_excludes_are_for_whole_names_under_any_prefix() -> None:
+    names = ["fc", "fc1", "midlayer.fc", "embed_tokens", "lm_head", "lm_head.more"]
+    shapes = {f"{name}.weight": (32, 32) for name in names} | {"fc.bias": (32,), "norm.weight": (32,)}
+    assert quantized_modules(shapes, "fc|lm_head") == ["fc1", "lm_head.more"]
+
+
 # Calibration and the command
 
 

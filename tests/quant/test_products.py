@@ -13,7 +13,7 @@ from eagle3_jax.quant.formats import NARROW_FORMATS
 from eagle3_jax.quant.products import modes_of, narrow_product, take_rows
 
 RNG = np.random.default_rng(0)
-MATRIX = RNG.standard_normal((136, 288)).astype(np.float32)  # [N, K]; blocks of 128 are ragged on both sides
+MATRIX = RNG.standard_normal((264, 288)).astype(np.float32)  # [N, K]; blocks of 128 are ragged on both sides
 X = RNG.standard_normal((3, 288)).astype(np.float32) * np.float32([[1.0], [300.0], [1e-4]])
 STATIC = np.float32(0.7)
 FAKE = jax.jit(fake_quantize, static_argnums=1)
@@ -86,8 +86,8 @@ def test_tiles_and_a_rest_give_what_one_piece_gives(format: str, monkeypatch: py
 
 def test_leading_dimensions_are_kept() -> None:
     got = PRODUCT("fp8_channel", "fp8_token", jnp.asarray(X).reshape(3, 1, 288))
-    close(got.reshape(3, 136), expected("fp8_channel", "fp8_token"))
-    assert jax.eval_shape(lambda x: product("fp8_channel", "fp8_token", x), X[0]).shape == (136,)
+    close(got.reshape(3, 264), expected("fp8_channel", "fp8_token"))
+    assert jax.eval_shape(lambda x: product("fp8_channel", "fp8_token", x), X[0]).shape == (264,)
 
 
 def test_bfloat16_activations_are_rounded_from_what_they_are() -> None:
@@ -121,7 +121,7 @@ def test_a_token_of_zeros_and_one_of_denormals_stay_near_zero(mode: str) -> None
 def test_rows_are_those_of_the_wide_matrix(format: str) -> None:
     fmt = NARROW_FORMATS[format]
     codes, scale = fmt.encode(MATRIX)
-    ids = np.int32([[0, 135, 127], [128, 1, -5]])
+    ids = np.int32([[0, 263, 127], [128, 1, -5]])
     got = ROWS(jnp.asarray(codes), jnp.asarray(scale), format, jnp.asarray(ids))
     np.testing.assert_array_equal(got, fmt.decode(codes, scale)[ids.clip(0)])
 
@@ -131,7 +131,7 @@ def test_fp8_operands_enter_the_product_narrow(format: str) -> None:
     """What a back end makes of it is its own business; the program has no wide weight."""
     program = jax.make_jaxpr(lambda x: product(format, modes_of(format)[0], x))(jnp.asarray(X))
     text = str(program)
-    assert "f32[136,288]" not in text and "bf16[136,288]" not in text
+    assert "f32[264,288]" not in text and "bf16[264,288]" not in text
     assert "dot_general" in text and "preferred_element_type=float32" in text
     dots = [line for line in text.splitlines() if "= dot_general" in line]
     assert dots
