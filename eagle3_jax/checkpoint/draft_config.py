@@ -1,7 +1,8 @@
 """What a draft is: from the shapes of its weights and its config.json, checked against its target."""
 
 import dataclasses
-from collections.abc import Mapping
+import re
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from eagle3_jax.checkpoint.dialects import LayerNames, find_layers, flatten, is_speculators
@@ -33,6 +34,8 @@ _SPECULATORS_DRAFTS = ("Eagle3Speculator", "Eagle3DraftModel")
 _ARCHITECTURES = (*_LLAMA_DRAFTS, *_QWEN3_DRAFTS)
 _MLA_FIELDS = ("kv_lora_rank", "q_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")
 _MLA = "an MLA draft (DeepSeek, Kimi), which is not supported yet"
+
+_BEARS_ON_DRAFTS = re.compile(r"eagle|aux|hidden|feature|vocab|draft")
 
 _BUILD_SWITCHES: dict[str, tuple[Any, ...]] = {
     "use_input_layernorm_in_first_layer": (True,),
@@ -238,6 +241,16 @@ def fields_agree(fields: Fields, name: str, actual: int, what: str) -> None:
     """
     if fields.get(name) is not None and fields.size(name) != actual:
         raise Eagle3Error(f"{fields.where}: {name} is {fields.size(name)}, but {what}: {actual}; they must agree")
+
+
+def refuse_draft_fields(unread: Collection[str], where: str) -> None:
+    """Refuse unread fields that by their names say how features or vocabularies meet: a typing error, or news.
+
+    Raises:
+        Eagle3Error: there is one.
+    """
+    if found := sorted(name for name in unread if _BEARS_ON_DRAFTS.search(name)):
+        raise Eagle3Error(f"{where}: field {quote(found[0])} is not known and may change what the draft reads")
 
 
 def check_kind(config: Mapping[str, Any], source: TensorSource, where: str) -> None:
@@ -451,6 +464,7 @@ def _check_other_fields(fields: Fields) -> None:
         "draft_vocab_size",
     }
     check_unknown_fields(fields.config, fields.read, fields.where)
+    refuse_draft_fields(set(fields.config) - fields.read, fields.where)
     nested = _eagle_config(fields)
     for name, allowed in _BUILD_SWITCHES.items():
         nested.expect(name, allowed)
