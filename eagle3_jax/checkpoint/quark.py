@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from eagle3_jax.checkpoint.dialects import find_layers
 from eagle3_jax.checkpoint.drafts import open_draft_folder
 from eagle3_jax.checkpoint.files import quote, refusing_io, write_json_atomic
 from eagle3_jax.checkpoint.folders import atomic_folder, read_config
@@ -109,13 +110,14 @@ def quantize_folder(
         maxima: largest activation of each quantised module's input, for scheme "fp8".
 
     Raises:
-        Eagle3Error: an unknown scheme, nothing to quantise, weights that are narrow already, not finite or of a width
+        Eagle3Error: no draft, an unknown scheme, nothing to quantise, weights that are narrow already, not finite or of a width
             that the scheme cannot group, maxima that are missing, or a folder that cannot be written.
     """
     if scheme not in QUARK_SCHEMES:
         raise Eagle3Error(f"scheme {scheme!r} is not known; use {', '.join(QUARK_SCHEMES)}")
     with refusing_io(folder):
         config, source = read_config(folder), open_draft_folder(folder)
+    find_layers(source)  # a draft, and no target
     if config.get(FIELD) is not None:
         raise Eagle3Error(f"{folder / 'config.json'}: has a {FIELD} already; give the draft it was made of")
     shapes = {name: source.shape(name) for name in source}

@@ -13,6 +13,7 @@ import jax
 import numpy as np
 
 from eagle3_jax.errors import Eagle3Error
+from eagle3_jax.quant import fp8
 from eagle3_jax.quant.formats import FLOAT_FORMATS, NARROW_FORMATS, check_format
 from eagle3_jax.quant.products import chosen_mode
 from eagle3_jax.quant.weight import Weight, is_weight, tree_path
@@ -100,6 +101,34 @@ def dequantize_tree(params: Any, format: str = "f32", layout: str = "kn") -> Any
         return dataclasses.replace(leaf, value=jax.device_put(value), scale=None, format=format, layout=layout)
 
     return jax.tree.map(widened, params, is_leaf=is_weight)
+
+
+def convert_fp8(params: Any, flavour: str) -> Any:
+    """Put every FP8 weight of a tree, or the one given, into the flavour that a card multiplies; numbers stay.
+
+    Args:
+        params: a `Weight` or a tree of them; the model must be told, as by `quantize_tree`.
+        flavour: "fp8" is e4m3fn (OCP: gfx950, NVIDIA), "fnuz" is e4m3fnuz (gfx942).
+
+    Raises:
+        Eagle3Error: another flavour, or codes that the other one lacks (NaN, or 240 in e4m3fnuz).
+
+    Example:
+        >>> convert_fp8(target.params, "fnuz")  # doctest: +SKIP
+    """
+    if flavour not in ("fp8", "fnuz"):
+        raise Eagle3Error(f"FP8 flavour {flavour!r} is not known; use fp8 or fnuz")
+    convert = fp8.fn_to_fnuz if flavour == "fnuz" else fp8.fnuz_to_fn
+
+    def converted(leaf: Any) -> Any:
+        family, _, granularity = leaf.format.partition("_") if is_weight(leaf) else ("", "", "")
+        if family not in ("fp8", "fnuz") or family == flavour:
+            return leaf
+        codes, scale = convert(np.asarray(leaf.value), np.asarray(leaf.scale))
+        arrays = {"value": jax.device_put(codes), "scale": jax.device_put(scale)}
+        return dataclasses.replace(leaf, format=f"{flavour}_{granularity}", **arrays)
+
+    return jax.tree.map(converted, params, is_leaf=is_weight)
 
 
 def wide_values(weight: Weight) -> np.ndarray:

@@ -11,7 +11,7 @@ import pytest
 from eagle3_jax.errors import Eagle3Error
 from eagle3_jax.quant.formats import NARROW_FORMATS
 from eagle3_jax.quant.products import chosen_mode
-from eagle3_jax.quant.quantize import SCHEMES, dequantize_tree, quantize_tree
+from eagle3_jax.quant.quantize import SCHEMES, convert_fp8, dequantize_tree, quantize_tree
 from eagle3_jax.quant.weight import Weight, named_weights, weight_bytes
 
 RNG = np.random.default_rng(0)
@@ -143,3 +143,21 @@ def test_a_narrow_tree_passes_through_jit() -> None:
     narrow = quantize_tree(matrix(64, 32), "mxfp4")
     x = jnp.ones((2, 64))
     np.testing.assert_allclose(jax.jit(Weight.matmul)(narrow, x), dequantize_tree(narrow).matmul(x), atol=1e-5)
+
+
+@pytest.mark.parametrize("scheme", ["ptpc_fp8", "fp8", "fp8_block"])
+def test_the_other_flavour_of_fp8_holds_the_same_numbers_and_rounds_alike(scheme: str) -> None:
+    params = quantize_tree(tree(), scheme)
+    there = convert_fp8(params, "fnuz")
+    formats = {weight.format for weight in named_weights(there).values()}
+    assert formats == {"f32", SCHEMES[scheme].replace("fp8_", "fnuz_")}
+    ours, theirs = (named_weights(dequantize_tree(x)) for x in (params, there))
+    for path, weight in ours.items():
+        np.testing.assert_array_equal(weight.value, theirs[path].value, err_msg=path)
+    x = jnp.asarray(RNG.standard_normal((3, 64)), jnp.float32)
+    q, other = (p["layers_0"]["attention"]["q"]["weight"] for p in (params, there))
+    np.testing.assert_allclose(jax.jit(Weight.matmul)(other, x), jax.jit(Weight.matmul)(q, x), rtol=1e-6, atol=1e-6)
+    back = convert_fp8(there, "fp8")
+    assert jax.tree.structure(back) == jax.tree.structure(params)
+    with pytest.raises(Eagle3Error, match="'e5m2' is not known; use fp8 or fnuz"):
+        convert_fp8(params, "e5m2")
