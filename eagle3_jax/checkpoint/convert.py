@@ -16,7 +16,7 @@ from eagle3_jax.checkpoint.files import refusing_io
 from eagle3_jax.checkpoint.folders import read_config
 from eagle3_jax.checkpoint.maps import read_target_ids
 from eagle3_jax.checkpoint.names import FORMATS, abstract_params, check_finite, named_weights
-from eagle3_jax.checkpoint.registry import locate
+from eagle3_jax.checkpoint.public import locate_draft
 from eagle3_jax.checkpoint.taps import IDS_FIELD, eagle_config
 from eagle3_jax.checkpoint.target_files import read_target_config, read_target_embedding
 from eagle3_jax.checkpoint.tensors import DTYPES
@@ -54,7 +54,7 @@ def convert_draft(
         >>> convert_draft("my-draft", "my-speculator", "speculators")  # doctest: +SKIP
     """
     given = Overrides.read(overrides) if overrides else NO_OVERRIDES
-    name, folder = locate(path, "draft")
+    name, folder = locate_draft(path)
     with refusing_io(folder):
         config, source = read_config(folder), open_draft_folder(folder)
         where = str(folder / "config.json")

@@ -29,8 +29,8 @@ from eagle3_jax.checkpoint.names import (
 )
 from eagle3_jax.checkpoint.orbax import is_orbax_folder
 from eagle3_jax.checkpoint.pickles import PICKLE_FILE, PickleSource
+from eagle3_jax.checkpoint.public import locate_draft
 from eagle3_jax.checkpoint.quant_config import parse_quant_config
-from eagle3_jax.checkpoint.registry import locate
 from eagle3_jax.checkpoint.targets import Target
 from eagle3_jax.checkpoint.tensors import INDEX_FILE, SINGLE_FILE, open_checkpoint_folder
 from eagle3_jax.errors import Eagle3Error
@@ -102,7 +102,7 @@ def load_draft(
     if overrides is not None and not isinstance(overrides, Mapping):
         raise Eagle3Error(f"overrides are a {type(overrides).__name__}; a mapping of names to values is needed")
     given = Overrides.read(overrides) if overrides else NO_OVERRIDES
-    name, folder = locate(path, "draft")
+    name, folder = locate_draft(path)
     with refusing_io(folder):
         return _load_folder(name, folder, target, given, NarrowPolicy.default(widen, activations))
 
