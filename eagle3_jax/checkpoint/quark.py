@@ -110,8 +110,8 @@ def quantize_folder(
         maxima: largest activation of each quantised module's input, for scheme "fp8".
 
     Raises:
-        Eagle3Error: no draft, an unknown scheme, nothing to quantise, weights that are narrow already, not finite or of a width
-            that the scheme cannot group, maxima that are missing, or a folder that cannot be written.
+        Eagle3Error: no draft, an unknown scheme, nothing to quantise, weights that are narrow already, not finite or
+            of a width that the scheme cannot group, maxima that are missing, or a folder that cannot be written.
     """
     if scheme not in QUARK_SCHEMES:
         raise Eagle3Error(f"scheme {scheme!r} is not known; use {', '.join(QUARK_SCHEMES)}")

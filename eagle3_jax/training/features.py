@@ -25,7 +25,7 @@ from eagle3_jax.checkpoint.targets import Target
 from eagle3_jax.models.attention import Expand
 from eagle3_jax.models.decoder import Decoder
 from eagle3_jax.models.eagle3 import shared_weights
-from eagle3_jax.quant.weight import Weight
+from eagle3_jax.quant.weight import Weight, formats_of
 from eagle3_jax.sharding import shard_batch
 from eagle3_jax.training.data import PackedRows, check_vocabulary, loss_mask
 from eagle3_jax.training.loss import Batch, ttt_attention
@@ -64,11 +64,13 @@ class RestrictedHead:
 
 def restrict_head(target: Target, target_ids: np.ndarray) -> tuple[RestrictedHead, Any]:
     """The target's head for the draft vocabulary int32 [Vd] only, and its params."""
-    config = dataclasses.replace(target.model.config, vocab_size=len(target_ids), tied=False)
     head = shared_weights(target.params).head
     columns = head.outputs(jnp.asarray(target_ids)).T
-    weight = Weight(columns, None, head.format, "kn", head.axes)
+    weight = Weight(columns, None, head.format if head.scale is None else "f32", "kn", head.axes)
     params = {"final_norm": target.params["final_norm"], "head": {"weight": weight}}
+    config = target.model.config
+    formats = formats_of(params, config.weights)
+    config = dataclasses.replace(config, vocab_size=len(target_ids), tied=False, weights=formats)
     return RestrictedHead(target.model.clone(config=config)), params
 
 

@@ -2,13 +2,16 @@
 
 from pathlib import Path
 
+import loading
 import numpy as np
 import pytest
 from training import selfchats
 
+from eagle3_jax.api import quantize
 from eagle3_jax.errors import Eagle3Error
+from eagle3_jax.models.layers import apply
 from eagle3_jax.training.data import Chat, pack
-from eagle3_jax.training.features import FeatureCache
+from eagle3_jax.training.features import FeatureCache, restrict_head
 
 
 def make_cache(folder: Path) -> FeatureCache:
@@ -39,3 +42,12 @@ def test_a_folder_that_cannot_be_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(Eagle3Error, match=r"Not a directory|exists"):
         make_cache(tmp_path / "file")
+
+
+def test_a_narrow_head_is_restricted_as_its_wide_values() -> None:
+    narrow = quantize(loading.target("llama_gqa_rope3"), "ptpc_fp8", exclude=["embed"], activations="wide")
+    assert narrow.params["head"]["weight"].format == "fp8_channel"
+    ids, hidden = np.array([3, 50, 111]), np.linspace(-1, 1, 80, dtype=np.float32).reshape(1, 2, 40)
+    restricted, params = restrict_head(narrow, ids)
+    whole = apply(narrow.model, narrow.params, hidden, method="logits")
+    np.testing.assert_allclose(restricted.logits(params, hidden), whole[..., ids], atol=1e-5)
