@@ -17,11 +17,23 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from eagle3_jax.checkpoint.files import user_cache
-from eagle3_jax.commands import bench, convert, distill, evaluate, generate, inspect, quantize, score, train, verify
+from eagle3_jax.commands import (
+    bench,
+    convert,
+    distill,
+    evaluate,
+    export,
+    generate,
+    inspect,
+    quantize,
+    score,
+    train,
+    verify,
+)
 from eagle3_jax.commands.options import output_folder
 from eagle3_jax.errors import Eagle3Error
 
-VERBS = (generate, score, inspect, verify, distill, train, evaluate, bench, convert, quantize)
+VERBS = (generate, score, inspect, verify, distill, train, evaluate, bench, convert, quantize, export)
 REFUSED, INTERRUPTED, CLOSED_PIPE = 2, 130, 141
 """Exit codes, the last two as a shell reports SIGINT and SIGPIPE."""
 NO_MEMORY = "not enough memory; ask for fewer prompts, fewer tokens or a smaller model"

@@ -1,0 +1,146 @@
+"""The process that loads the ROCm compiler: reads job.json in a folder, writes report.json there."""
+
+import ctypes
+import importlib.metadata
+import json
+import platform
+import re
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import topologies
+from jax.sharding import AxisType, Mesh
+
+from eagle3_jax.errors import Eagle3Error
+from eagle3_jax.export.chips import CHIPS
+from eagle3_jax.export.elf import AMDGPU, Elf
+from eagle3_jax.export.hlo import Module, Shape, hlo_dtype
+from eagle3_jax.export.programs import Parts, Program, lower
+from eagle3_jax.export.toolchain import PACKAGE
+from eagle3_jax.quant.weight import named_weights
+from eagle3_jax.sharding import DATA, MODEL
+
+_LARGEST = 12
+_MATRIX_INSTRUCTION = re.compile(r"call [^\n]*@(llvm\.amdgcn\.(?:mfma|smfmac)[\w.]*)")
+
+
+def main(folder: Path) -> None:
+    """Compile the job of a folder."""
+    job = json.loads((folder / "job.json").read_text(encoding="utf-8"))
+    program, chip = Program.of(job["program"]), CHIPS[job["chip"]]
+    # Kept until the end of the process, under the names by which the compiler asks for them.
+    stubs = [ctypes.CDLL(path, ctypes.RTLD_GLOBAL) for path in job["stubs"]]
+    data, model = program.mesh
+    topology = topologies.get_topology_desc(
+        platform="rocm",
+        topology_name=chip.isa,
+        topology=f"1x1x{data * model}",
+        target_config=chip.target_config(),
+    )
+    devices = np.array(topology.devices).reshape(data, model)
+    lowered = lower(program, Mesh(devices, (DATA, MODEL), axis_types=(AxisType.Auto,) * 2))
+    start = time.perf_counter()
+    compiled = lowered.stage.compile(compiler_options=_options(job["gemm_tile"]))
+    seconds = {**lowered.seconds, "compile": time.perf_counter() - start}
+    objects = code_objects(folder / "kernels")
+    if not objects or any(o["elf_machine"] != AMDGPU or o["mach"] != chip.mach for o in objects):
+        raise Eagle3Error(f"{len(objects)} code objects, not all of them for {chip.isa}")
+    module = Module(compiled.as_text() or "")
+    report = {
+        "program": job["program"],
+        "chip": {"isa": chip.isa, "spec": f"XLA's {chip.spec}", "gemm_tile": job["gemm_tile"]},
+        "versions": {
+            "jax": jax.__version__,
+            "jaxlib": importlib.metadata.version("jaxlib"),
+            PACKAGE: job["version"],
+            "python": platform.python_version(),
+        },
+        "seconds": {name: round(value, 2) for name, value in seconds.items()},
+        "stablehlo_sha256": lowered.sha256(),
+        **_findings(module, lowered.parts),
+        "bytes_per_device": _bytes(compiled.memory_analysis(), lowered.parts, program),
+        "matrix_instructions": _summed([o["matrix_instructions"] for o in objects]),
+        "code_objects": objects,
+    }
+    (folder / "report.json").write_text(json.dumps(report), encoding="utf-8")
+    del stubs
+
+
+def _options(tile: list[int] | None) -> dict[str, Any]:
+    if tile is None:
+        return {}
+    m, n, k = tile
+    text = f"block_m: {m} block_n: {n} block_k: {k} num_stages: 2 num_warps: 4 num_ctas: 1"
+    return {"xla_gpu_override_gemm_autotuner": text}
+
+
+def code_objects(folder: Path) -> list[dict[str, Any]]:
+    """The code objects that the compiler left in a folder, in the order of their kernels' names."""
+    found = []
+    for path in folder.glob("*.hsaco"):
+        elf = Elf(path)
+        optimised = path.with_name(f"{path.stem}_opt.ll").read_text(encoding="utf-8", errors="replace")
+        found.append(
+            {
+                "kernels": [name.removesuffix(".kd") for name in elf.symbols() if name.endswith(".kd")],
+                "elf_machine": elf.machine,
+                "mach": elf.flags & 0xFF,
+                "target": re.match(r"[\w:+-]*", elf.find(b"amdgcn-"))[0],  # pyright: ignore[reportOptionalSubscript]
+                "matrix_instructions": _summed([{name: 1} for name in _MATRIX_INSTRUCTION.findall(optimised)]),
+            }
+        )
+    return sorted(found, key=lambda entry: entry["kernels"])
+
+
+def _findings(module: Module, parts: Parts) -> dict[str, Any]:
+    pools = {_shard(x) for x in jax.tree.leaves(parts.pools)}
+    weights = [*named_weights(parts.target_params).values(), *named_weights(parts.draft_params).values()]
+    matrices = {_shard(weight.value) for weight in weights if weight.layout != "n"}
+    return {
+        "collectives": module.collectives(),
+        "library_calls": module.library_calls(),
+        "aliases": module.aliases,
+        "copies": {"pools": module.copies(pools), "weights": module.copies(matrices)},
+        "widened": module.widened(matrices),
+        "largest": module.largest(_LARGEST),
+    }
+
+
+def _bytes(stats: Any, parts: Parts, program: Program) -> dict[str, int]:
+    weights = (parts.target_params, parts.draft_params)
+    pools = _tree_bytes(parts.pools)
+    # A whole generation makes its own pools, which XLA then counts as temporaries.
+    inside = pools if program.what == "generate" else 0
+    return {
+        "weights": _tree_bytes(weights),
+        "pools": pools,
+        "temporaries": stats.temp_size_in_bytes - inside,
+        "arguments": stats.argument_size_in_bytes,
+        "outputs": stats.output_size_in_bytes,
+        "aliased": stats.alias_size_in_bytes,
+    }
+
+
+def _tree_bytes(tree: Any) -> int:
+    """Bytes on one device."""
+    return sum(int(np.prod(x.sharding.shard_shape(x.shape))) * x.dtype.itemsize for x in jax.tree.leaves(tree))
+
+
+def _shard(x: Any) -> Shape:
+    return hlo_dtype(x.dtype), tuple(x.sharding.shard_shape(x.shape))
+
+
+def _summed(counts: list[dict[str, int]]) -> dict[str, int]:
+    total: dict[str, int] = {}
+    for count in counts:
+        for name, number in count.items():
+            total[name] = total.get(name, 0) + number
+    return dict(sorted(total.items()))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
