@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 TESTS = Path(__file__).resolve().parent
-NAMED = re.findall(r"`([\w/]+\.py)::(\w+)(\[[^`]*\])?`", (TESTS.parent / "docs" / "targets.md").read_text())
+DOCS = {page: (TESTS.parent / "docs" / f"{page}.md").read_text() for page in ("targets", "drafts")}
+NAMED = re.findall(r"`([\w/]+\.py)::(\w+)(\[[^`]*\])?`", "".join(DOCS.values()))
 
 
 @pytest.mark.parametrize("file", sorted({file for file, _, _ in NAMED}))
@@ -19,3 +20,10 @@ def test_every_test_that_is_named_exists(file: str) -> None:
 
 def test_there_are_tests_named() -> None:
     assert len(NAMED) > 40
+
+
+def test_every_known_trap_of_drafts_has_one_outcome_and_a_test() -> None:
+    row = r"^\| (\d+) \| .* \| (handled|warned of|refused): .* \| (.*) \|$"
+    rows = re.findall(row, DOCS["drafts"], re.MULTILINE)
+    assert [int(number) for number, _, _ in rows] == list(range(1, 19))
+    assert all("::" in tests for _, _, tests in rows)

@@ -195,7 +195,13 @@ def parse_draft(
     fields_agree(fields, "intermediate_size", intermediate, "the rows of gate_proj")
     shares_embedding = _shares_embedding(source, hidden, target, overrides.embedding)
     shares_head, draft_vocab = _head(fields, source, shapes, hidden, target, warnings)
-    residual, output = overrides.norm_before_residual, overrides.norm_output
+    residual = overrides.norm_before_residual
+    norm_output, fc_norm = _norm_output(fields, overrides.norm_output), _fc_norm(fields, source)
+    if norm_output and not fc_norm and overrides.norm_output is None:
+        warnings.append(
+            "norm_output is set without EAGLE-3.1's fc_norm, as SpecForge once did for drafts that feed back what is "
+            "not normed; if acceptance is poor, compare with overrides={'norm_output': False}"
+        )
     dtype = overrides.dtype or target.dtype
     parsed = Eagle3Config(
         vocab_size=target.vocab_size,
@@ -215,8 +221,8 @@ def parse_draft(
         fuses=fuses,
         norm_before_residual=fields.flag("norm_before_residual") if residual is None else residual,
         norm_before_fc=_either(fields, "norm_before_fc", "norm_before_fc", "input_norm.weight" in source),
-        fc_norm=_fc_norm(fields, source),
-        norm_output=_either(fields, "norm_output", "return_hidden_post_norm", False) if output is None else output,
+        fc_norm=fc_norm,
+        norm_output=norm_output,
         qk_norm=_qk_norm(config, source, layer, where),
         fc_bias=_toggle(fields, "bias", source, "fc.bias"),
         attention_bias=_toggle(fields, "attention_bias", source, f"{layer}self_attn.q_proj.bias"),
@@ -370,6 +376,11 @@ def _either(fields: Fields, name: str, nested_name: str, default: bool) -> bool:
             f"{fields.where}: {name} is {own}, but eagle_config.{nested_name} is {inner}; they must agree"
         )
     return own
+
+
+def _norm_output(fields: Fields, wanted: bool | None) -> bool:
+    """EAGLE-3.1's flag, also under TensorRT-LLM's name."""
+    return _either(fields, "norm_output", "return_hidden_post_norm", False) if wanted is None else wanted
 
 
 def _fc_norm(fields: Fields, source: TensorSource) -> bool:

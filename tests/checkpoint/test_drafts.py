@@ -437,7 +437,7 @@ def test_every_setting_survives_saving(tmp_path: Path) -> None:
     assert c.norm_before_residual and c.fc_bias and c.attention_bias and c.mlp_bias and c.taps == (2, 4, 6)
     save_draft(loaded, tmp_path / "b", "float32")
     again = load_draft(tmp_path / "b", target("llama_tied"))
-    assert again.model == loaded.model and again.warnings == ()
+    assert again.model == loaded.model and all("norm_output" in warning for warning in again.warnings)
 
 
 def test_saved_sharing(tmp_path: Path) -> None:
