@@ -19,6 +19,7 @@ from eagle3_jax.checkpoint.dialects import LayerNames
 from eagle3_jax.checkpoint.drafts import Draft, load_draft
 from eagle3_jax.checkpoint.targets import load_target, save_target_orbax
 from eagle3_jax.checkpoint.tensors import SafetensorsSource, write_safetensors
+from eagle3_jax.cli import main
 from eagle3_jax.errors import Eagle3Error
 from eagle3_jax.quant.formats import NARROW_FORMATS
 from eagle3_jax.quant.quantize import dequantize_tree
@@ -279,6 +280,10 @@ def test_orbax_keeps_narrow_weights_bit_for_bit(format: str, tmp_path: Path) -> 
     narrow, wide = both("llama_tied", format, tmp_path)
     kept = load_target(narrow, widen=False, activations="fake_quant")
     save_target_orbax(kept, tmp_path / "orbax")
+    assert main(["convert", str(narrow), str(tmp_path / "converted"), "--to", "orbax"]) == 0
+    same_bits(
+        *(load_target(tmp_path / name, widen=False, activations="wide").params for name in ("converted", "orbax"))
+    )
     again = load_target(tmp_path / "orbax", widen=False)
     assert again.model == kept.model
     same_bits(again.params, kept.params)
