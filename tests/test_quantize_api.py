@@ -1,8 +1,6 @@
 """Quantising loaded models: what is told to their configs, and that speculation stays lossless with them."""
 
 import dataclasses
-import json
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +11,7 @@ from loading import FIXTURES, TARGETS, expected, target
 
 import eagle3_jax as e3
 from eagle3_jax import cli
+from eagle3_jax.commands.options import load_draft_pair
 from eagle3_jax.quant.weight import Weight, formats_of, named_weights
 
 CONFIG = e3.GenerationConfig(max_new_tokens=12, speculation=e3.Chain(3), transforms=())
@@ -60,12 +59,18 @@ def test_narrow_drafts_of_narrow_targets_change_no_token() -> None:
     assert out.stats.accepted.sum() > 0
 
 
-def test_the_command_line_rounds_activations_as_asked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "ids.json").write_text("[[5, 6, 7]]")
-    flags = ["generate", "--target", str(TARGETS / "llama_tied"), "--prompt-ids", str(tmp_path / "ids.json")]
-    flags += ["--draft", str(FIXTURES / "quant/quark_ptpc_fp8_draft_a"), "--max-new-tokens", "4", "--json"]
-    assert cli.main([*flags, "--draft-set", "activations=fake_quant", "--no-widen"]) == 0
-    assert len(json.loads(capsys.readouterr().out)["outputs"][0]["token_ids"]) == 4
+def test_the_command_line_rounds_activations_as_asked() -> None:
+    def pair(*flags: str) -> tuple[e3.Target, e3.Draft]:
+        both = ["--target", str(TARGETS / "llama_tied"), "--draft", str(FIXTURES / "quant/quark_ptpc_fp8_draft_a")]
+        return load_draft_pair(cli.make_parser().parse_args(["verify", *both, "--prompt", "x", *flags]))
+
+    _, plain = pair()
+    _, fake = pair("--draft-set", "activations=fake_quant")
+    _, narrow = pair("--draft-set", "widen=false", "--no-widen", "--activations", "wide")
+    modes = [dict(x.model.config.weights.activations).get("mlp/up/weight") for x in (plain, fake, narrow)]
+    assert modes == [None, "fp8_token", "fp8_token"]
+    formats = [named_weights(x.params)["mlp/up/weight"].format for x in (plain, fake, narrow)]
+    assert formats == ["f32", "f32", "fp8_channel"]
     for wrong, match in (("activations=fp8", "activations 'fp8' are not known"), ("widen=3", "widen is 3")):
-        assert cli.main([*flags, "--draft-set", wrong]) == 2
-        assert match in capsys.readouterr().err
+        with pytest.raises(e3.Eagle3Error, match=match):
+            pair("--draft-set", wrong)
