@@ -84,6 +84,16 @@ def release(allocator: BlockAllocator, table: Array, done: Array) -> tuple[Block
     return BlockAllocator(free, allocator.available + jnp.sum(freed, dtype=jnp.int32)), table
 
 
+def check_page_size(name: str, page_size: object, block_size: int) -> None:
+    """Refuse pages that do not fill a block.
+
+    Raises:
+        Eagle3Error: with `name` as its subject.
+    """
+    if type(page_size) is not int or not 0 < page_size <= block_size or block_size % page_size:
+        raise Eagle3Error(f"{name} is {page_size!r:.80}; a divisor of the block size {block_size} is needed")
+
+
 def make_pools(num_layers: int, slots: int, rows: int, width: int, dtype: str) -> tuple[Array, ...]:
     """Zeroed pools, one [S, R, D] per layer.
 
@@ -119,21 +129,35 @@ class Step:
     page_size: int = struct.field(pytree_node=False)
 
 
-def chain_step(table: Array, start: Array, count: Array, length: int, block_size: int, num_slots: int) -> Step:
+def chain_step(
+    table: Array,
+    start: Array,
+    count: Array,
+    length: int,
+    block_size: int,
+    num_slots: int,
+    page_size: int | None = None,
+) -> Step:
     """The step of `length` consecutive tokens after `start`, of which the first `count` are real.
 
     Args:
         table: int32 [B, M]. start: int32 [B]. count: int32 [B], at most `length`.
         length: T, static. block_size: tokens of a block. num_slots: S, slots of a pool.
+        page_size: tokens gathered as one unit; None is a block.
 
     Tokens past `count` get slots past the pool, so nothing of them is kept.
+
+    Raises:
+        Eagle3Error: pages that do not fill a block.
     """
+    page_size = block_size if page_size is None else page_size
+    check_page_size("page_size", page_size, block_size)
     offset = jnp.arange(length, dtype=jnp.int32)
     positions = start[:, None] + offset
     slots = slot_of(table, positions, block_size)
     slots = jnp.where(offset < count[:, None], slots, num_slots)
     visible = offset[:, None] >= offset
-    return Step(positions, start, slots, visible, table, block_size, block_size)
+    return Step(positions, start, slots, visible, table, block_size, page_size)
 
 
 def slot_of(table: Array, positions: Array, block_size: int) -> Array:

@@ -111,9 +111,15 @@ class Oracle:
 
 @dataclasses.dataclass(frozen=True)
 class Eagle3Drafter:
-    """EAGLE-3 (arXiv 2503.01840): extend over the verified rows with true features, then draft on its own."""
+    """EAGLE-3 (arXiv 2503.01840): extend over the verified rows with true features, then draft on its own.
+
+    Attributes:
+        model: the draft.
+        page_size: tokens its attention gathers as one unit; None is a block.
+    """
 
     model: Eagle3
+    page_size: int | None = None
 
     @property
     def taps(self) -> tuple[int, ...]:
@@ -132,8 +138,8 @@ class Eagle3Drafter:
     def _extend(self, params: tuple[Any, Any], cache: tuple, rows: Verified, block_size: int) -> tuple[Array, tuple]:
         shared = shared_weights(params[1])
         g = apply(self.model, params[0], rows.features, shared, method="fuse")
-        length = rows.next_ids.shape[1]
-        step = chain_step(rows.table, rows.start, rows.count, length, block_size, cache[0].shape[0])
+        length, slots = rows.next_ids.shape[1], cache[0].shape[0]
+        step = chain_step(rows.table, rows.start, rows.count, length, block_size, slots, self.page_size)
         return apply(self.model, params[0], g, rows.next_ids, step.positions, paged_attention(step), cache, shared)
 
     def propose(
@@ -154,7 +160,8 @@ class Eagle3Drafter:
             if j > 0:
                 g = apply(self.model, params[0], y, method="feedback")
                 one = jnp.ones_like(end)
-                step = chain_step(rows.table, end + j - 1, one, 1, block_size, cache[0].shape[0])
+                slots = cache[0].shape[0]
+                step = chain_step(rows.table, end + j - 1, one, 1, block_size, slots, self.page_size)
                 attend = paged_attention(step)
                 y, cache = apply(self.model, params[0], g, drafts[-1][:, None], step.positions, attend, cache, shared)
             logits = apply(self.model, params[0], y[:, 0], shared, method="logits")

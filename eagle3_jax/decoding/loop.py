@@ -174,8 +174,8 @@ def target_pass(
     setup: Setup, params: Any, token_ids: Array, start: Array, count: Array, table: Array, pools: tuple
 ) -> tuple[Array, Array, tuple]:
     """The target over [B, T] new tokens: (hidden [B, T, H], features [B, T, F], pools)."""
-    block_size = setup.config.block_size
-    step = chain_step(table, start, count, token_ids.shape[1], block_size, pools[0].shape[0])
+    config, slots = setup.config, pools[0].shape[0]
+    step = chain_step(table, start, count, token_ids.shape[1], config.block_size, slots, config.page_size)
     out = apply(setup.target, params, token_ids, step.positions, paged_attention(step), pools, setup.drafter.taps)
     return out.hidden, out.features, out.caches
 
@@ -394,7 +394,7 @@ def speculative_generate(
     """
     check_request(token_ids, lengths, sampling, target_model.config, config)
     keys = check_keys(keys, token_ids.shape[0])
-    setup = Setup(target_model, _drafter(draft_model, target_model), config)
+    setup = Setup(target_model, _drafter(draft_model, target_model, config), config)
     params = (target_params, draft_params)
     state = prefill(setup, params, token_ids, lengths, keys, sampling)
     return result(run_rounds(setup, params, sampling, state, config.max_new_tokens))
@@ -424,14 +424,15 @@ def generate(
     )
 
 
-def _drafter(draft_model: Eagle3 | Drafter | None, target_model: Decoder) -> Drafter:
+def _drafter(draft_model: Eagle3 | Drafter | None, target_model: Decoder, config: GenerationConfig) -> Drafter:
     """The drafter of a draft model that fits the target; None drafts nothing."""
-    if draft_model is None:
-        return NoDrafter()
-    if not isinstance(draft_model, Eagle3):
-        return draft_model
-    check_pair(draft_model.config, target_model.config)
-    return Eagle3Drafter(draft_model)
+    if isinstance(draft_model, Eagle3):
+        check_pair(draft_model.config, target_model.config)
+        return Eagle3Drafter(draft_model, config.draft_page_size)
+    drafter = NoDrafter() if draft_model is None else draft_model
+    if config.draft_page_size is not None and not isinstance(drafter, NoDrafter):
+        raise Eagle3Error("draft_page_size is for an Eagle3 module; give other drafters their own page size")
+    return drafter
 
 
 def result(state: State) -> Generation:
@@ -468,7 +469,7 @@ def stream(
     keys = check_keys(keys, token_ids.shape[0])
     if rounds_per_call < 1:
         raise Eagle3Error(f"rounds_per_call is {rounds_per_call}; at least 1 is needed")
-    setup = Setup(target_model, _drafter(draft_model, target_model), config)
+    setup = Setup(target_model, _drafter(draft_model, target_model, config), config)
     params = (target_params, () if draft_model is None else draft_params)
     state = jitted_prefill(setup, params, token_ids, lengths, keys, sampling)
     yield jax.device_get(result(state))

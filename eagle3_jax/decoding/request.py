@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from eagle3_jax.cache.paged import check_page_size
 from eagle3_jax.config import DecoderConfig, Eagle3Config
 from eagle3_jax.decoding.sampling import TRANSFORMS, Sampling, check_transforms, used_transforms
 from eagle3_jax.errors import Eagle3Error
@@ -54,11 +55,14 @@ class GenerationConfig:
         transforms: sampling transforms in the program. Those left out must not be asked for.
         return_logprobs: also return each token's log-probability.
         prefill_chunk: prompt tokens of one prefill pass.
-        block_size: tokens of a cache block.
+        block_size: tokens of a cache block, the unit of the block table that target and draft share.
+        page_size, draft_page_size: tokens that the target's and the draft's attention gather as one unit; None is
+            a block. Each divides the block size: pages are views of the blocks, so that kernels which want other
+            page sizes, such as 1 for latent attention and 16 or 64 for a draft's, share one table.
         pad_id: fills `Generation.tokens` after a row's end.
 
     Raises:
-        Eagle3Error: a size below 1 or an unknown transform.
+        Eagle3Error: a size below 1, pages that do not fill a block, or an unknown transform.
     """
 
     max_new_tokens: int = 128
@@ -68,6 +72,8 @@ class GenerationConfig:
     prefill_chunk: int = 256
     block_size: int = 32
     pad_id: int = 0
+    page_size: int | None = None
+    draft_page_size: int | None = None
 
     def __post_init__(self) -> None:
         """Refuse impossible sizes and unknown transforms."""
@@ -75,6 +81,9 @@ class GenerationConfig:
             value = getattr(self, name)
             if type(value) is not int or not 1 <= value <= 2**24:
                 raise Eagle3Error(f"{name} is {value!r:.80}; an integer from 1 to 2**24 is needed")
+        for name in ("page_size", "draft_page_size"):
+            if getattr(self, name) is not None:
+                check_page_size(name, getattr(self, name), self.block_size)
         if not isinstance(self.speculation, Chain) or not isinstance(self.transforms, tuple):
             raise Eagle3Error("speculation must be a Chain and transforms a tuple of names")
         if type(self.return_logprobs) is not bool or type(self.pad_id) is not int:

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import latent
 import numpy as np
 import pytest
 import tiny
@@ -15,8 +16,7 @@ from loading import TARGETS, expected, target
 
 from eagle3_jax.api import score
 from eagle3_jax.cache.paged import chain_step, make_pools
-from eagle3_jax.checkpoint.names import abstract_params
-from eagle3_jax.config import DeepseekConfig, MoEConfig, RopeConfig
+from eagle3_jax.config import RopeConfig
 from eagle3_jax.decoding.drafters import Oracle
 from eagle3_jax.decoding.loop import Generation, generate, speculative_generate
 from eagle3_jax.decoding.request import Chain, GenerationConfig
@@ -29,26 +29,7 @@ from eagle3_jax.models.layers import apply
 
 FIXTURES = ("deepseek_v3_grouped", "deepseek_v3_kimi")
 ABSORBED, DIRECT = 10_000, 1
-TINY = DeepseekConfig(
-    vocab_size=tiny.VOCAB,
-    hidden_size=24,
-    intermediate_size=32,
-    num_layers=2,
-    num_heads=2,
-    num_kv_heads=2,
-    head_dim=6,
-    q_rank=None,
-    kv_rank=10,
-    nope_dim=8,
-    rope_dim=4,
-    moe=MoEConfig(
-        num_experts=4, top_k=2, intermediate_size=16, scoring="sigmoid", correction_bias=True, scaling=1.8, groups=2
-    ),
-    dense_layers=1,
-    shared_size=16,
-    rope=RopeConfig(kind="yarn", factor=8.0, original_max_position=32, mscale=1.0, mscale_all_dim=0.7),
-    max_position=128,
-)
+TINY = latent.TARGET
 
 
 def in_form(model: Deepseek, expand_from: int | None) -> Deepseek:
@@ -57,16 +38,7 @@ def in_form(model: Deepseek, expand_from: int | None) -> Deepseek:
 
 @pytest.fixture(scope="module")
 def model() -> tuple[Deepseek, Any]:
-    """A random model; drawn in numpy, which compiles nothing."""
-    rng = np.random.default_rng(0)
-
-    def drawn(path: Any, x: jax.ShapeDtypeStruct) -> Array:
-        if x.ndim > 1:
-            return jnp.asarray(0.4 * rng.standard_normal(x.shape), x.dtype)
-        low = 0.0 if "correction" in jax.tree_util.keystr(path) else 0.5
-        return jnp.asarray(rng.uniform(low, low + 1.0, x.shape), x.dtype)
-
-    return Deepseek(TINY), jax.tree_util.tree_map_with_path(drawn, abstract_params(Deepseek(TINY)))
+    return latent.target()
 
 
 @pytest.mark.parametrize("expand_from", [ABSORBED, DIRECT], ids=["absorbed", "direct"])
@@ -200,9 +172,11 @@ def own_draft() -> tuple[Eagle3, Any]:
 def test_speculation_changes_nothing(model: tuple, plain: tuple, kind: str, drafts: int) -> None:
     ids, lengths, sampling, alone = plain
     drafter: Any = Oracle()
+    config = dataclasses.replace(CONFIG, speculation=Chain(drafts), page_size=1)
     draft_params: Any = jnp.asarray(tiny.corrupted(tiny.whole_rows(ids, lengths, np.asarray(alone.tokens)), 0.3))
     if kind == "eagle3":
         drafter, draft_params = own_draft()
+        config = dataclasses.replace(config, draft_page_size=4)
     out = drafted_run(
         model[1],
         draft_params,
@@ -212,7 +186,7 @@ def test_speculation_changes_nothing(model: tuple, plain: tuple, kind: str, draf
         sampling,
         target_model=model[0],
         draft_model=drafter,
-        config=dataclasses.replace(CONFIG, speculation=Chain(drafts)),
+        config=config,
     )
     margin = partial(decision_margin, *model, CONFIG, 1e-3)
     report = compare(alone, out, margin, ids, lengths, row_keys(0, BATCH), sampling, 1e-3)
