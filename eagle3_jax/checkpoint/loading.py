@@ -57,14 +57,14 @@ class NarrowPolicy:
         return cls(jax.default_backend() == "cpu" if widen is None else widen, activations)
 
     def applied(self, params: Any, formats: WeightFormats) -> Any:
-        """A tree of weights that are narrow still, treated so; `activations` None leaves their modes as they are.
+        """A tree of weights that are narrow still, treated so; those that stay narrow keep their modes unless told.
 
         Args:
             params: the tree. formats: what wide weights have.
         """
 
         def treated(leaf: Any) -> Any:
-            if not is_weight(leaf) or leaf.scale is None or self.activations is None:
+            if not is_weight(leaf) or leaf.scale is None or (self.activations is None and not self.widen):
                 return leaf
             mode = chosen_mode(leaf.format, self.activations, not self.widen, leaf.input_scale is not None)
             return leaf.replace(activations=mode, input_scale=leaf.input_scale if mode == "fp8_static" else None)

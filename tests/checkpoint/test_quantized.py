@@ -287,7 +287,8 @@ def test_orbax_keeps_narrow_weights_bit_for_bit(format: str, tmp_path: Path) -> 
     again = load_target(tmp_path / "orbax", widen=False)
     assert again.model == kept.model
     same_bits(again.params, kept.params)
-    widened = load_target(tmp_path / "orbax", activations="wide")
+    assert load_target(tmp_path / "orbax", activations="fake_quant").model.config.weights.activations
+    widened = load_target(tmp_path / "orbax")
     assert widened.model == load_target(wide).model
     jax.tree.map(np.testing.assert_array_equal, widened.params, load_target(wide).params)
 
