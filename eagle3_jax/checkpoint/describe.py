@@ -14,10 +14,10 @@ from eagle3_jax.checkpoint.draft_config import (
     NO_OVERRIDES,
     Overrides,
     TargetFacts,
-    check_kind,
     dialect_of,
     parse_draft,
 )
+from eagle3_jax.checkpoint.draft_kind import check_kind
 from eagle3_jax.checkpoint.drafts import open_draft_folder
 from eagle3_jax.checkpoint.families import FAMILIES, family_of
 from eagle3_jax.checkpoint.files import map_file, refusing_io
@@ -26,6 +26,7 @@ from eagle3_jax.checkpoint.gguf import GGUFSource
 from eagle3_jax.checkpoint.maps import read_target_ids
 from eagle3_jax.checkpoint.names import abstract_params, named_weights
 from eagle3_jax.checkpoint.orbax import is_orbax_folder, read_meta
+from eagle3_jax.checkpoint.public import locate_draft, public_drafts
 from eagle3_jax.checkpoint.registry import entries, locate
 from eagle3_jax.checkpoint.taps import IDS_FIELD, eagle_config
 from eagle3_jax.checkpoint.target_files import read_target_config
@@ -84,7 +85,8 @@ def describe(
     """
     known = entries()
     entry = known.get(os.fspath(path)) if isinstance(path, str | os.PathLike) else None
-    _, place = locate(path, "draft" if entry is not None and entry.kind == "draft" else "target")
+    kind = "draft" if entry is not None and entry.kind == "draft" else "target"
+    _, place = locate_draft(path) if kind == "draft" or path in public_drafts() else locate(path, kind)
     if target is None and entry is not None:
         target = entry.target
     with refusing_io(place), _warnings() as heard:

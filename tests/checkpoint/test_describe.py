@@ -82,6 +82,8 @@ def test_what_is_damaged_is_refused(tmp_path: Path) -> None:
     for path, match in ((tmp_path, "no config.json"), (tmp_path / "absent", "no file or folder")):
         with pytest.raises(Eagle3Error, match=match):
             describe(path)
+    with pytest.raises(Eagle3Error, match="run: hf download AQ-MedAI/Kimi-K25-eagle3"):
+        describe("AQ-MedAI/Kimi-K25-eagle3")
     broken = edited(DRAFTS / "c_eagle31", tmp_path / "c")
     data = (broken / "model.safetensors").read_bytes()
     (broken / "model.safetensors").write_bytes(data[:-1])

@@ -1,6 +1,5 @@
 """The probe: a pair is built in which only one reading of the taps lets the draft predict its target."""
 
-import argparse
 import json
 from pathlib import Path
 
@@ -11,7 +10,7 @@ from safetensors.numpy import save_file
 
 import eagle3_jax as e3
 from eagle3_jax.checkpoint import drafts
-from eagle3_jax.commands.evaluate import _probe
+from eagle3_jax.cli import main
 from eagle3_jax.training.probe import probe_taps, settle_taps
 
 V, H, LAYERS = 12, 24, 3
@@ -126,9 +125,16 @@ def test_a_wiring_fault_is_called_one(counting: e3.Target, tmp_path: Path, capsy
     outside = drafts.load_draft(tmp_path / "draft", counting, {"taps": [0, 1, 3]})
     found = probe_taps(outside, [[1], [2]])
     assert found.accuracy["output"] is None and "wiring fault" in found.verdict
-    _probe(argparse.Namespace(json=True, max_new_tokens=64), outside, [[1], [2]])
+
+
+def test_the_verb(counting: e3.Target, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder, prompts = write_draft(tmp_path / "draft", 1), tmp_path / "prompts.json"
+    prompts.write_text("[[3], [5]]")
+    flags = ["--target", str(counting.source), "--draft", str(folder), "--prompts", str(prompts), "--probe"]
+    assert main(["evaluate", *flags, "--max-new-tokens", "64", "--draft-set", "tap_convention=hs", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)["probe"]
-    assert report["accuracy"]["output"] is None and report["verdict"].startswith("wiring fault")
+    assert report["accuracy"]["output"] == 1.0 and report["in_use"] == "hs"
+    assert "tap_convention=output" in report["verdict"]
 
 
 @pytest.mark.parametrize("prompts", [[], [[]], [[1] * 127]])
