@@ -20,7 +20,9 @@ from eagle3_jax.training.loss import Batch, LossConfig, Metrics, shift_left, ttt
 
 STEPS = 3
 SPECULATORS = LossConfig(STEPS, decay=1.0, objective="kl", drop_uncovered=False)
-each_draft = pytest.mark.parametrize("name", ("a_safeailab", "c_eagle31", "d_fullvocab"))
+each_draft = pytest.mark.parametrize(
+    "name", ("a_safeailab", "b_speculators", "c_eagle31", "d_fullvocab", "f_speculators_qwen3")
+)
 
 
 def fixture_batch(name: str) -> tuple[Draft, Batch, dict[str, np.ndarray]]:
