@@ -40,9 +40,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=[],
         help="override what the draft's files say, or shape a new one: draft_vocab_size=32000 (repeatable)",
     )
-    parser.add_argument("--batch", metavar="N", type=whole(1), default=1, help="rows (default: 1)")
-    parser.add_argument("--prompt-tokens", metavar="N", type=whole(1), default=128, help="of a row (default: 128)")
-    parser.add_argument("--max-new-tokens", metavar="N", type=whole(1), default=128, help="of a row (default: 128)")
+    parser.add_argument("--batch", metavar="N", type=whole(1), default=1, help="prompts at once (default: 1)")
+    parser.add_argument("--prompt-tokens", metavar="N", type=whole(1), default=128, help="of a prompt (default: 128)")
+    parser.add_argument("--max-new-tokens", metavar="N", type=whole(1), default=128, help="of a prompt (default: 128)")
     parser.add_argument("--speculation", metavar="SPEC", default=DEFAULT_SPECULATION, help="chain:K")
     parser.add_argument(
         "--transforms",

@@ -81,12 +81,16 @@ class Module:
         shapes = {_unordered(shape) for shape in wanted}
         return self._found(lambda i, shape: self._opcode(i) in _COPYING and _unordered(shape) in shapes)
 
-    def widened(self, stored: Iterable[Shape]) -> dict[str, int]:
-        """How many arrays there are with the dimensions of a stored one and a wider dtype, by shape."""
-        widths: dict[tuple[int, ...], int] = {}
-        for dtype, dims in stored:
+    def widened(self, stored: Iterable[tuple[float, tuple[int, ...]]]) -> dict[str, int]:
+        """How many arrays there are of a matrix's dimensions and more bits, by shape.
+
+        Args:
+            stored: bits an element and dimensions of the matrices as they are kept.
+        """
+        widths: dict[tuple[int, ...], float] = {}
+        for bits, dims in stored:
             key = tuple(sorted(dims))
-            widths[key] = max(widths.get(key, 0), item_bits(dtype))
+            widths[key] = max(widths.get(key, 0), bits)
 
         def wide(_: Instruction, shape: Shape) -> bool:
             known = widths.get(tuple(sorted(shape[1])))

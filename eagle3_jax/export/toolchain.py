@@ -74,8 +74,9 @@ def _install(folder: Path, version: str) -> None:
         command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(place), requirement]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode or not (place / _PLUGIN).is_file():
-            lines = [line for line in done.stderr.splitlines() if line.strip()] or ["no compiler in the wheel"]
-            raise Eagle3Error(f"{requirement} cannot be installed from the package index: {lines[-1]}")
+            lines = [line for line in done.stderr.splitlines() if "ERROR" in line or "No module named" in line]
+            why = lines[0] if lines else "the wheel holds no compiler"
+            raise Eagle3Error(f"{requirement} cannot be installed from the package index: {why}")
 
 
 def _build_stubs(folder: Path, plugin: Elf) -> None:

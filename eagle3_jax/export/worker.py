@@ -21,7 +21,8 @@ from eagle3_jax.export.elf import AMDGPU, Elf
 from eagle3_jax.export.hlo import Module, Shape, hlo_dtype
 from eagle3_jax.export.programs import Parts, Program, lower
 from eagle3_jax.export.toolchain import PACKAGE
-from eagle3_jax.quant.weight import named_weights
+from eagle3_jax.quant.formats import NARROW_FORMATS
+from eagle3_jax.quant.weight import Weight, named_weights
 from eagle3_jax.sharding import DATA, MODEL
 
 _LARGEST = 12
@@ -99,13 +100,14 @@ def code_objects(folder: Path) -> list[dict[str, Any]]:
 def _findings(module: Module, parts: Parts) -> dict[str, Any]:
     pools = {_shard(x) for x in jax.tree.leaves(parts.pools)}
     weights = [*named_weights(parts.target_params).values(), *named_weights(parts.draft_params).values()]
-    matrices = {_shard(weight.value) for weight in weights if weight.layout != "n"}
+    matrices = [weight for weight in weights if weight.layout != "n"]
+    stored = {_shard(weight.value) for weight in matrices}
     return {
         "collectives": module.collectives(),
         "library_calls": module.library_calls(),
         "aliases": module.aliases,
-        "copies": {"pools": module.copies(pools), "weights": module.copies(matrices)},
-        "widened": module.widened(matrices),
+        "copies": {"pools": module.copies(pools), "weights": module.copies(stored)},
+        "widened": module.widened(shape for weight in matrices for shape in _matrix_shapes(weight)),
         "largest": module.largest(_LARGEST),
     }
 
@@ -132,6 +134,14 @@ def _tree_bytes(tree: Any) -> int:
 
 def _shard(x: Any) -> Shape:
     return hlo_dtype(x.dtype), tuple(x.sharding.shard_shape(x.shape))
+
+
+def _matrix_shapes(weight: Weight) -> list[tuple[float, tuple[int, ...]]]:
+    """Bits of an element and dimensions on one device of a matrix, and of each matrix of a stack."""
+    value, pack = weight.value, NARROW_FORMATS[weight.format].pack if weight.format in NARROW_FORMATS else 1
+    *front, last = value.sharding.shard_shape(value.shape)  # pyright: ignore[reportAttributeAccessIssue]
+    bits, dims = value.dtype.itemsize * 8 / pack, (*front, last * pack)
+    return [(bits, dims), (bits, dims[1:])] if len(dims) > 2 else [(bits, dims)]
 
 
 def _summed(counts: list[dict[str, int]]) -> dict[str, int]:

@@ -1,0 +1,97 @@
+"""The real compiler of AMD's wheel, for a chip that is not here. What it makes is looked at, never run."""
+
+import dataclasses
+import json
+import warnings
+from typing import Any
+
+import pytest
+
+from eagle3_jax import cli
+from eagle3_jax.errors import Eagle3Error
+from eagle3_jax.export.programs import Program
+from eagle3_jax.export.rocm import NOTE, compile_for_chip, is_fresh
+from eagle3_jax.export.toolchain import prepare
+
+UNREACHABLE = "from versions: none"
+"""What pip says where it reaches no package index, or one without the wheel for this system."""
+LOOP = Program(
+    "generate",
+    "smollm2-135m",
+    draft="new",
+    draft_settings={"draft_vocab_size": 8192, "taps": (0, 1, 2)},
+    layers=2,
+    batch=2,
+    prompt=64,
+    max_new_tokens=64,
+)
+"""SmolLM2's loop with a draft, with two of its thirty layers: the others compile to the same kernels."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _compiler() -> None:
+    try:
+        prepare()
+    except Eagle3Error as error:
+        if UNREACHABLE not in str(error):
+            raise
+        pytest.skip(f"NOTHING WAS COMPILED FOR AMD: {error}")
+
+
+@pytest.fixture(scope="module")
+def loop() -> dict[str, Any]:
+    return compile_for_chip(LOOP)
+
+
+def test_the_loop_compiles_to_code_objects_of_the_chip(loop: dict[str, Any]) -> None:
+    objects = loop["code_objects"]
+    # EM_AMDGPU and EF_AMDGPU_MACH_AMDGCN_GFX950, as LLVM's AMDGPU usage guide numbers them.
+    assert {(entry["elf_machine"], entry["mach"]) for entry in objects} == {(224, 0x4F)}
+    assert all("gfx950:sramecc+:xnack-" in entry["target"] for entry in objects)
+    kernels = [name for entry in objects for name in entry["kernels"]]
+    assert len(kernels) > 50 and any(name.startswith("gemm_fusion") for name in kernels)
+
+
+def test_the_loop_copies_no_pool_and_calls_no_library(loop: dict[str, Any]) -> None:
+    assert loop["copies"] == {"pools": {}, "weights": {}}
+    assert loop["library_calls"] == {} and loop["collectives"] == {}
+
+
+def test_the_bytes_are_those_of_the_shapes(loop: dict[str, Any]) -> None:
+    h, kv, mlp, vocab, drafts, taps = 576, 192, 1536, 49152, 8192, 3
+    attention, feed_forward = 2 * h * h + 2 * h * kv, 3 * h * mlp
+    target = vocab * h * 2 + 2 * (2 * (attention + feed_forward) + 4 * 2 * h) + 4 * h
+    # A draft's queries, keys and values read the embedding too; norms and target_ids have four bytes.
+    draft = 2 * (taps * h * h + attention + h * (h + 2 * kv) + feed_forward + h * drafts) + 4 * 4 * h + 4 * drafts
+    sizes = loop["bytes_per_device"]
+    assert sizes["weights"] == target + draft
+    # Two rows of 128 tokens; keys and values of 3 heads of 64 in two layers and the draft's.
+    assert sizes["pools"] == 3 * 2 * 128 * 2 * kv * 2
+    assert 0 < sizes["temporaries"] < 0.2 * sizes["weights"]
+
+
+def test_the_report_says_what_it_is_of(loop: dict[str, Any]) -> None:
+    assert loop["note"] == NOTE and "not executed" in NOTE
+    assert loop["chip"]["spec"] == "XLA's MI350X"
+    assert loop["versions"]["jax-rocm7-pjrt"] == loop["versions"]["jax"]
+    assert is_fresh(json.loads(json.dumps(loop)))
+
+
+def test_the_chips_differ_in_the_8_bit_floats_that_their_matrix_instructions_take() -> None:
+    """One prefill under a forced tile: e4m3fn has a matrix instruction on gfx950 and none on gfx942."""
+    program = dataclasses.replace(LOOP, what="prefill", draft=None, draft_settings={}, layers=1)
+    program = dataclasses.replace(program, batch=1, target_format="fp8_channel")
+    found = {
+        chip: compile_for_chip(program, chip, (64, 64, 64))["matrix_instructions"] for chip in ("gfx950", "gfx942")
+    }
+    assert any("f8f6f4" in name for name in found["gfx950"])
+    assert found["gfx942"] and not any("f8f6f4" in name for name in found["gfx942"])
+
+
+def test_the_command_line_refuses_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    with warnings.catch_warnings():
+        code = cli.main(["export", "--target-chip", "gfx950", "--target", "smollm2-135m", "--topology", "1x1"])
+    assert code == 2
+    assert capsys.readouterr().err.strip() == (
+        "eagle3-jax: error: --topology '1x1' is not 3 sizes from 1, joined by 'x'"
+    )
