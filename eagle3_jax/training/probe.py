@@ -105,10 +105,11 @@ def probe_taps(draft: Draft, prompts: Sequence[Sequence[int]], max_new_tokens: i
     wanted = tuple(sorted({k for taps in inside.values() for k in taps}))
     tokens, answers = _text(draft, prompts, max_new_tokens)
     features = _target_features(draft.target.model, wanted, draft.target.params, tokens)
-    right = {}
+    # Which hidden states its taps are changes nothing in the draft's own program.
+    model, right = Eagle3(dataclasses.replace(config, taps=tuple(range(len(ids))))), {}
     for name, taps in inside.items():
         own = jnp.concatenate([features[wanted.index(k)] for k in taps], axis=-1)
-        predicted = _first_drafts(draft.model, draft.params, draft.target.params, own[:, :-2], tokens[:, 1:-1])
+        predicted = _first_drafts(model, draft.params, draft.target.params, own[:, :-2], tokens[:, 1:-1])
         right[name] = np.asarray(predicted) == np.asarray(tokens)[:, 2:]
     counted = answers[:, 2:]
     accuracy = {name: float(np.mean(right[name][counted])) if name in right else None for name in readings}

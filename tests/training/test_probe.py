@@ -15,6 +15,7 @@ from eagle3_jax.training.probe import probe_taps, settle_taps
 
 V, H, LAYERS = 12, 24, 3
 IDS = "eagle_aux_hidden_state_layer_ids"
+PROMPTS = [[i] for i in range(8)]  # as many as loading probes with: one program serves all tests
 
 
 def shifted(by: int, scale: float) -> np.ndarray:
@@ -106,30 +107,29 @@ def test_a_probe_settles_ids_that_fit_both_readings(
 
 
 def test_verdicts(counting: e3.Target, tmp_path: Path) -> None:
-    prompts = [[3], [5]]
     draft = drafts.load_draft(write_draft(tmp_path / "draft", 1), counting)
-    found = probe_taps(draft, prompts)
+    found = probe_taps(draft, PROMPTS)
     assert found.accuracy["output"] == 1.0 and found.accuracy["hs"] is not None and found.accuracy["hs"] < 0.2
     # Row t predicts token t + 2, so that of a prompt of one token the first answer is never a draft.
-    assert (found.in_use, found.best, found.tokens) == ("hs", "output", 126)
+    assert (found.in_use, found.best, found.tokens) == ("hs", "output", 504)
     assert "load the draft with --draft-set tap_convention=output" in found.verdict
     right = drafts.load_draft(tmp_path / "draft", counting, {"tap_convention": "output"})
-    found = probe_taps(right, prompts)
+    found = probe_taps(right, PROMPTS)
     assert (found.in_use, found.best) == ("output", "output") and "read as they were trained" in found.verdict
     assert found.taps == {"hs": (0, 1, 2), "output": (1, 2, 3)}
 
 
 def test_a_wiring_fault_is_called_one(counting: e3.Target, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     draft = drafts.load_draft(write_draft(tmp_path / "draft", 1, right=False), counting)
-    assert "wiring fault" in settle_taps(draft, [[1], [2]]).warnings[-1]
+    assert "wiring fault" in settle_taps(draft, PROMPTS).warnings[-1]
     outside = drafts.load_draft(tmp_path / "draft", counting, {"taps": [0, 1, 3]})
-    found = probe_taps(outside, [[1], [2]])
+    found = probe_taps(outside, PROMPTS)
     assert found.accuracy["output"] is None and "wiring fault" in found.verdict
 
 
 def test_the_verb(counting: e3.Target, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder, prompts = write_draft(tmp_path / "draft", 1), tmp_path / "prompts.json"
-    prompts.write_text("[[3], [5]]")
+    prompts.write_text(json.dumps(PROMPTS))
     flags = ["--target", str(counting.source), "--draft", str(folder), "--prompts", str(prompts), "--probe"]
     assert main(["evaluate", *flags, "--max-new-tokens", "64", "--draft-set", "tap_convention=hs", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)["probe"]
