@@ -61,7 +61,7 @@ test: venv model
 
 # Damaged drafts of every kind, many more than `test` tries.
 fuzz: venv
-	EAGLE3_FUZZ=10000 $(BIN)/python -m pytest tests/checkpoint/test_fuzz.py $(PYTEST_ARGS)
+	EAGLE3_FUZZ=10000 $(BIN)/python -m pytest -s -o faulthandler_timeout=0 tests/checkpoint/test_fuzz.py $(PYTEST_ARGS)
 
 lint: venv
 	$(BIN)/ruff check .
