@@ -67,6 +67,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--topology", metavar="1x1xN", default="1x1x1", help="slices x hosts x cards (default: 1x1x1)")
     parser.add_argument("--mesh", metavar="DATA,MODEL", help="how the cards are laid out (default: 1,N)")
     parser.add_argument("--gemm-tile", metavar="MxNxK", help="force the tile of every matrix product, e.g. 64x64x64")
+    parser.add_argument(
+        "--xla-set",
+        metavar="KEY=VALUE",
+        type=assignment,
+        action="append",
+        default=[],
+        help="an option of the compiler, e.g. xla_gpu_enable_triton_gemm=false (repeatable)",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -82,10 +90,12 @@ def run(args: argparse.Namespace) -> int:
         export_program(program, args.platforms, args.out)
         return 0
     from eagle3_jax.checkpoint.files import write_json_atomic
-    from eagle3_jax.export.rocm import compile_for_chip
+    from eagle3_jax.export.rocm import compile_for_chip, gemm_tile
 
-    tile = None if args.gemm_tile is None else _sizes(args.gemm_tile, "x", 3, "--gemm-tile")
-    report = compile_for_chip(program, args.target_chip, tile)
+    options = dict(args.xla_set)
+    if args.gemm_tile is not None:
+        options |= gemm_tile(*_sizes(args.gemm_tile, "x", 3, "--gemm-tile"))
+    report = compile_for_chip(program, args.target_chip, options)
     if args.report is None:
         print(json.dumps(report))
     else:
@@ -149,7 +159,8 @@ def _summary(report: dict[str, Any]) -> str:
         f"{len(report['code_objects'])} code objects for {report['chip']['isa']} ({report['chip']['spec']}) "
         f"in {report['seconds']['compile']} s",
         "bytes a device: " + ", ".join(f"{name} {sizes[name]}" for name in ("weights", "pools", "temporaries")),
-        f"copies of pools {sum(copies['pools'].values())}, of weights {sum(copies['weights'].values())}; "
+        f"copies of pools {sum(copies['pools'].values())}, of weights {sum(copies['weights'].values())}, "
+        f"of single experts {sum(copies['experts'].values())}; "
         f"arrays wider than the weight they are of {sum(report['widened'].values())}",
         "collectives: " + _counts(report["collectives"]),
         "library calls: " + _counts(report["library_calls"]),

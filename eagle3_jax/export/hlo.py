@@ -22,6 +22,7 @@ COLLECTIVES = (
     "collective-broadcast",
 )
 _COPYING = ("copy", "copy-start", "transpose")
+_SLICING = ("slice", "dynamic-slice", "gather")
 _VIEWS = ("parameter", "tuple", "get-tuple-element", "bitcast", "while", "conditional", "call", "constant")
 _INSTRUCTION = re.compile(r"\s*(?:ROOT )?%?([\w.\-]+) = (.*?) ([a-z][a-z0-9\-]*)\((.*)")
 _ARRAY = re.compile(r"\b([a-z]+\d+(?:[a-z]\w*)?|pred)\[([\d,]*)\]")
@@ -76,10 +77,15 @@ class Module:
         targets = (re.search(r'custom_call_target="([^"]*)"', i.text) for i in self._buffers(("custom-call",)))
         return _counted(target[1] for target in targets if target and target[1] != TRITON)
 
-    def copies(self, wanted: Iterable[Shape]) -> dict[str, int]:
-        """How many copies and transpositions there are of arrays of these shapes, by shape; dims in any order."""
+    def copies(self, wanted: Iterable[Shape], slices: bool = False) -> dict[str, int]:
+        """How many copies and transpositions there are of arrays of these shapes, by shape.
+
+        Args:
+            wanted: the shapes; their dimensions may come in any order. slices: those cut out of larger arrays too.
+        """
         shapes = {_unordered(shape) for shape in wanted}
-        return self._found(lambda i, shape: self._opcode(i) in _COPYING and _unordered(shape) in shapes)
+        opcodes = (*_COPYING, *(_SLICING if slices else ()))
+        return self._found(lambda i, shape: self._opcode(i) in opcodes and _unordered(shape) in shapes)
 
     def widened(self, stored: Iterable[tuple[float, tuple[int, ...]]]) -> dict[str, int]:
         """How many arrays there are of a matrix's dimensions and more bits, by shape.

@@ -10,6 +10,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,19 +26,34 @@ NOTE = (
 """What a report shows and what not; part of every report."""
 
 
-def compile_for_chip(program: Program, chip: str = "gfx950", gemm_tile: tuple[int, int, int] | None = None) -> dict:
+def gemm_tile(rows: int, columns: int, depth: int) -> dict[str, str]:
+    """Compiler options that force the tile of every matrix product.
+
+    They show what instructions a tuned program can use: without a card XLA takes the smallest tiles, which use none of
+    the matrix cores.
+
+    Example:
+        >>> compile_for_chip(program, options=gemm_tile(64, 64, 64))  # doctest: +SKIP
+    """
+    text = f"block_m: {rows} block_n: {columns} block_k: {depth} num_stages: 2 num_warps: 4 num_ctas: 1"
+    return {"xla_gpu_override_gemm_autotuner": text}
+
+
+def compile_for_chip(
+    program: Program, chip: str = "gfx950", options: Mapping[str, str | bool | int] | None = None
+) -> dict[str, Any]:
     """Compile a program for a chip.
 
     Args:
         program: what to compile; its mesh says for how many cards of one host.
         chip: a key of `CHIPS`.
-        gemm_tile: rows, columns and depth of the tile of every matrix product, which shows what instructions a tuned
-            program can use; None leaves it to XLA, which without a card takes the smallest.
+        options: of the compiler, by XLA's names, e.g. those of `gemm_tile`.
 
     Returns:
-        The report, ready for JSON: `note`, `program`, `chip`, `versions`, `seconds`, `stablehlo_sha256`,
+        The report, ready for JSON: `note`, `program`, `chip`, `options`, `versions`, `seconds`, `stablehlo_sha256`,
         `code_objects` (kernels, ELF machine and flags, target, matrix instructions), `matrix_instructions` in all,
-        `collectives`, `library_calls`, `aliases`, `bytes_per_device` by kind, `copies` of pool and weight shapes,
+        `collectives`, `library_calls`, `aliases`, `bytes_per_device` by kind, `copies` of pools, weights and
+        single experts,
         `widened` (arrays of a weight's dimensions and a wider dtype), `largest` arrays computed.
 
     Raises:
@@ -56,7 +72,7 @@ def compile_for_chip(program: Program, chip: str = "gfx950", gemm_tile: tuple[in
         job = {
             "program": dataclasses.asdict(program),
             "chip": chip,
-            "gemm_tile": gemm_tile,
+            "options": dict(options or {}),
             "stubs": [str(path) for path in tools.stubs],
             "version": tools.version,
         }

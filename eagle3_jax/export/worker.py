@@ -45,7 +45,7 @@ def main(folder: Path) -> None:
     devices = np.array(topology.devices).reshape(data, model)
     lowered = lower(program, Mesh(devices, (DATA, MODEL), axis_types=(AxisType.Auto,) * 2))
     start = time.perf_counter()
-    compiled = lowered.stage.compile(compiler_options=_options(job["gemm_tile"]))
+    compiled = lowered.stage.compile(compiler_options=job["options"] or None)
     seconds = {**lowered.seconds, "compile": time.perf_counter() - start}
     objects = code_objects(folder / "kernels")
     if not objects or any(o["elf_machine"] != AMDGPU or o["mach"] != chip.mach for o in objects):
@@ -53,7 +53,8 @@ def main(folder: Path) -> None:
     module = Module(compiled.as_text() or "")
     report = {
         "program": job["program"],
-        "chip": {"isa": chip.isa, "spec": f"XLA's {chip.spec}", "gemm_tile": job["gemm_tile"]},
+        "chip": {"isa": chip.isa, "spec": f"XLA's {chip.spec}"},
+        "options": job["options"],
         "versions": {
             "jax": jax.__version__,
             "jaxlib": importlib.metadata.version("jaxlib"),
@@ -69,14 +70,6 @@ def main(folder: Path) -> None:
     }
     (folder / "report.json").write_text(json.dumps(report), encoding="utf-8")
     del stubs
-
-
-def _options(tile: list[int] | None) -> dict[str, Any]:
-    if tile is None:
-        return {}
-    m, n, k = tile
-    text = f"block_m: {m} block_n: {n} block_k: {k} num_stages: 2 num_warps: 4 num_ctas: 1"
-    return {"xla_gpu_override_gemm_autotuner": text}
 
 
 def code_objects(folder: Path) -> list[dict[str, Any]]:
@@ -102,11 +95,17 @@ def _findings(module: Module, parts: Parts) -> dict[str, Any]:
     weights = [*named_weights(parts.target_params).values(), *named_weights(parts.draft_params).values()]
     matrices = [weight for weight in weights if weight.layout != "n"]
     stored = {_shard(weight.value) for weight in matrices}
+    stacks = [shape for shape in stored if len(shape[1]) > 2]
+    experts = [(dtype, dims) for dtype, (_, *rest) in stacks for dims in ((1, *rest), tuple(rest))]
     return {
         "collectives": module.collectives(),
         "library_calls": module.library_calls(),
         "aliases": module.aliases,
-        "copies": {"pools": module.copies(pools), "weights": module.copies(stored)},
+        "copies": {
+            "pools": module.copies(pools),
+            "weights": module.copies(stored),
+            "experts": module.copies(experts, slices=True),
+        },
         "widened": module.widened(shape for weight in matrices for shape in _matrix_shapes(weight)),
         "largest": module.largest(_LARGEST),
     }

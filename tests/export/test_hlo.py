@@ -37,6 +37,7 @@ ENTRY %main (a: bf16[8,2,4], w: f8e4m3fn[6,5]) -> bf16[4,8,2] {
   %fine = f32[6]{0} fusion(%w), kind=kCustom, calls=%fused_dot
   %bad = f32[5,6]{1,0} convert(%w)
   %small = bf16[2,2]{1,0} copy(%turned)
+  %part = bf16[4,4]{1,0} dynamic-slice(%turned, %i), dynamic_slice_sizes={4,4}
   %sum = (f32[6]{0}, f32[6]{0}) all-reduce-start(%fine), replica_groups={{0,1}}, to_apply=%add
   %sent = f32[6]{0} all-reduce-done(%sum)
   %all = f32[12]{0} all-gather(%sent), dimensions={0}
@@ -55,6 +56,8 @@ def module() -> Module:
 def test_copies_are_found_in_loops_and_as_the_result_of_a_fusion(module: Module) -> None:
     assert module.copies([("bf16", (8, 2, 4))]) == {"bf16[4,8,2]": 1, "bf16[8,2,4]": 1}
     assert module.copies([("bf16", (8, 2, 5)), ("f32", (8, 2, 4))]) == {}
+    assert module.copies([("bf16", (4, 4))]) == {}
+    assert module.copies([("bf16", (4, 4))], slices=True) == {"bf16[4,4]": 1}
 
 
 def test_a_wider_array_counts_only_where_it_lies_in_memory(module: Module) -> None:

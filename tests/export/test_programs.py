@@ -52,7 +52,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture(scope="module")
 def program(folder: str) -> Program:
     settings = {"draft_vocab_size": 28, "taps": [0, 1, 3]}
-    return Program("round", folder, "new", settings, batch=2, prompt=8, max_new_tokens=8, dtype="float32")
+    return Program(
+        "round", folder, "new", settings, batch=2, prompt=8, max_new_tokens=8, dtype="float32", speculation="chain:1"
+    )
 
 
 def test_the_stablehlo_is_the_same_on_a_mesh_of_devices_and_without_one(program: Program) -> None:
@@ -66,7 +68,6 @@ def test_a_report_is_fresh_until_its_program_changes(program: Program) -> None:
     fields = json.loads(json.dumps(dataclasses.asdict(program)))
     report = {"program": fields, "stablehlo_sha256": lower(program).sha256()}
     assert is_fresh(report)
-    assert not is_fresh({**report, "program": {**fields, "speculation": "chain:3"}})
     assert not is_fresh({**report, "program": {**fields, "draft_format": "fp8_channel"}})
     with pytest.raises(Eagle3Error, match="not a report"):
         is_fresh({"program": fields})

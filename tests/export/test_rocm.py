@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import warnings
 from typing import Any
 
 import pytest
@@ -10,7 +9,7 @@ import pytest
 from eagle3_jax import cli
 from eagle3_jax.errors import Eagle3Error
 from eagle3_jax.export.programs import Program
-from eagle3_jax.export.rocm import NOTE, compile_for_chip, is_fresh
+from eagle3_jax.export.rocm import NOTE, compile_for_chip, gemm_tile, is_fresh
 from eagle3_jax.export.toolchain import prepare
 
 UNREACHABLE = "from versions: none"
@@ -53,7 +52,7 @@ def test_the_loop_compiles_to_code_objects_of_the_chip(loop: dict[str, Any]) -> 
 
 
 def test_the_loop_copies_no_pool_and_calls_no_library(loop: dict[str, Any]) -> None:
-    assert loop["copies"] == {"pools": {}, "weights": {}}
+    assert loop["copies"] == {"pools": {}, "weights": {}, "experts": {}}
     assert loop["library_calls"] == {} and loop["collectives"] == {}
 
 
@@ -81,17 +80,15 @@ def test_the_chips_differ_in_the_8_bit_floats_that_their_matrix_instructions_tak
     """One prefill under a forced tile: e4m3fn has a matrix instruction on gfx950 and none on gfx942."""
     program = dataclasses.replace(LOOP, what="prefill", draft=None, draft_settings={}, layers=1)
     program = dataclasses.replace(program, batch=1, target_format="fp8_channel")
-    found = {
-        chip: compile_for_chip(program, chip, (64, 64, 64))["matrix_instructions"] for chip in ("gfx950", "gfx942")
-    }
-    assert any("f8f6f4" in name for name in found["gfx950"])
-    assert found["gfx942"] and not any("f8f6f4" in name for name in found["gfx942"])
+    newer, older = (compile_for_chip(program, chip, gemm_tile(64, 64, 64)) for chip in ("gfx950", "gfx942"))
+    assert any("f8f6f4" in name for name in newer["matrix_instructions"])
+    assert older["matrix_instructions"] and not any("f8f6f4" in name for name in older["matrix_instructions"])
+    assert {entry["mach"] for entry in older["code_objects"]} == {0x4C}
 
 
 def test_the_command_line_refuses_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    with warnings.catch_warnings():
-        code = cli.main(["export", "--target-chip", "gfx950", "--target", "smollm2-135m", "--topology", "1x1"])
-    assert code == 2
+    flags = ["--target-chip", "gfx950", "--target", "smollm2-135m", "--topology", "1x1"]
+    assert cli.main(["export", *flags]) == 2
     assert capsys.readouterr().err.strip() == (
         "eagle3-jax: error: --topology '1x1' is not 3 sizes from 1, joined by 'x'"
     )
