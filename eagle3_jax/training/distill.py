@@ -105,11 +105,16 @@ def read_openings(path: str | os.PathLike[str], tokenizer: Tokenizer) -> list[li
         Eagle3Error: the file holds something else.
     """
     found = read_json_value(Path(path))
-    parts = (found.get("openings"), found.get("topics")) if isinstance(found, dict) else (found, [""])
-    for part in parts:
+    if not isinstance(found, dict):
+        found = {"openings": found, "topics": [""]}
+
+    def texts(name: str) -> list[str]:
+        part = found.get(name)
         if not (isinstance(part, list) and part and all(isinstance(text, str) for text in part)):
-            raise Eagle3Error(f"{path}: no openings; a list of texts, or an object of openings and topics, is needed")
-    texts, topics = parts
+            raise Eagle3Error(f"{path}: no {name}; a list of texts, or an object of openings and topics, is needed")
+        return part
+
+    openings, topics = texts("openings"), texts("topics")
     return [tokenizer.encode(text.replace("{topic}", topic)) for text in texts for topic in topics]
 
 
@@ -237,7 +242,7 @@ def _opening(openings: Sequence[Sequence[int]] | None, seed: int, chat: int) -> 
     """The first words of a chat's user turn."""
     if openings is None:
         return []
-    return list(openings[np.random.default_rng([seed, chat]).integers(len(openings))])
+    return list(openings[int(np.random.default_rng([seed, chat]).integers(len(openings)))])
 
 
 def _continue(
