@@ -115,7 +115,7 @@ def read_openings(path: str | os.PathLike[str], tokenizer: Tokenizer) -> list[li
         return part
 
     openings, topics = texts("openings"), texts("topics")
-    return [tokenizer.encode(text.replace("{topic}", topic)) for text in texts for topic in topics]
+    return [tokenizer.encode(text.replace("{topic}", topic)) for text in openings for topic in topics]
 
 
 def distill(
