@@ -94,6 +94,26 @@ $(VENV_INTEROP)/.stamp: pyproject.toml
 notebooks: venv
 	$(BIN)/jupytext --to ipynb --update notebooks/*.py
 
+# Compiled for gfx950 without a card (docs/rocm.md). Targets too large for one card are shortened to their first layers.
+ROCM_EXPORT := $(BIN)/eagle3-jax export --target-chip gfx950
+ROCM_REPORTS := docs/rocm
+# 64 requests of 2,304 tokens. A draft with 64 heads for keys and values has a cache that allows 32.
+ROCM_LOAD := --prompt-tokens 1152 --max-new-tokens 1152 --batch
+LLAMA := --target llama-3.1-8b --draft new --draft-set draft_vocab_size=32000 $(ROCM_LOAD) 64
+KIMI := --target kimi-k2.5 --layers 2 --target-format mxfp4 --target-keep '.*attention.*' $(ROCM_LOAD) 32 \
+	--draft new --draft-set taps=[0,1,2] --draft-set intermediate_size=12288
+MINIMAX := --target minimax-m2.5 --layers 1 --target-format fp8_block $(ROCM_LOAD) 64 --draft new --draft-set taps=[0,1]
+
+rocm-report: venv
+	@mkdir -p $(ROCM_REPORTS)
+	$(ROCM_EXPORT) --what generate --target smollm2-135m --report $(ROCM_REPORTS)/smollm2-plain.json
+	$(ROCM_EXPORT) --what generate $(PAIR) --report $(ROCM_REPORTS)/smollm2-draft.json
+	$(ROCM_EXPORT) $(LLAMA) --draft-format fp8_channel --report $(ROCM_REPORTS)/llama-3.1-8b-fp8-draft.json
+	$(ROCM_EXPORT) $(KIMI) --report $(ROCM_REPORTS)/kimi-k2.5-2-layers.json
+	$(ROCM_EXPORT) $(KIMI) --draft-format fp8_channel --report $(ROCM_REPORTS)/kimi-k2.5-2-layers-fp8-draft.json
+	$(ROCM_EXPORT) $(MINIMAX) --report $(ROCM_REPORTS)/minimax-m2.5-1-layer.json
+	$(ROCM_EXPORT) $(MINIMAX) --gemm-tile 64x64x64 --report $(ROCM_REPORTS)/minimax-m2.5-1-layer-tiled.json
+
 clean:
 	rm -rf $(VENV) $(VENV_INTEROP) build dist .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -106,7 +106,7 @@ class Parts:
 
     Attributes:
         setup: the modules and what is compiled. function, arguments: to be jitted and lowered.
-        donated: the index of an argument whose memory the results take, or None.
+        donated: the index of an argument that the result replaces in its memory, or None.
         target_params, draft_params: abstract weights. pools: abstract caches of target and draft.
     """
 
@@ -148,8 +148,12 @@ def lower(program: Program, mesh: Mesh | AbstractMesh | None = None, platform: s
         mesh = AbstractMesh(program.mesh, (DATA, MODEL), axis_types=(AxisType.Auto,) * 2)
     start = time.perf_counter()
     parts = build(program, mesh)
-    donate = () if parts.donated is None else (parts.donated,)
-    traced = jax.jit(parts.function, donate_argnums=donate).trace(*parts.arguments)
+    options: dict[str, Any] = {}
+    if parts.donated is not None:
+        # What is carried on comes back as it lay: else its memory could not be taken.
+        places = jax.tree.map(lambda x: x.sharding, parts.arguments[parts.donated])
+        options = {"donate_argnums": parts.donated, "out_shardings": places}
+    traced = jax.jit(parts.function, **options).trace(*parts.arguments)
     middle = time.perf_counter()
     stage = traced.lower(lowering_platforms=(platform,))
     seconds = {"trace": middle - start, "lower": time.perf_counter() - middle}
