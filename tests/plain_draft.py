@@ -24,6 +24,8 @@ def rotated(x: np.ndarray, theta: float) -> np.ndarray:
 
 def attention(w: Mapping[str, np.ndarray], at: str, x: np.ndarray, c: Mapping[str, Any]) -> np.ndarray:
     """Causal attention of x [T, K] with the projections at prefix `at`."""
+    if f"{at}kv_a_proj_with_mqa.weight" in w:
+        return latent_attention(w, at, x, c)
     heads, kv_heads, length = c["num_attention_heads"], c["num_key_value_heads"], len(x)
     q, k, v = (x @ w[f"{at}{name}_proj.weight"].T for name in "qkv")
     q, k, v = (y.reshape(length, n, -1) for y, n in ((q, heads), (k, kv_heads), (v, kv_heads)))
@@ -38,6 +40,54 @@ def attention(w: Mapping[str, np.ndarray], at: str, x: np.ndarray, c: Mapping[st
             scores = k[: t + 1, group] @ q[t, head] / np.sqrt(q.shape[-1])
             weights = np.exp(scores - scores.max())
             mixed[t, head] = weights / weights.sum() @ v[: t + 1, group]
+    return mixed.reshape(length, -1) @ w[f"{at}o_proj.weight"].T
+
+
+def latent_attention(w: Mapping[str, np.ndarray], at: str, x: np.ndarray, c: Mapping[str, Any]) -> np.ndarray:
+    """Multi-head latent attention of x [T, K], with every head's keys and values written out."""
+    heads, length, eps = c["num_attention_heads"], len(x), c["rms_norm_eps"]
+    nope, rank, rope = c["qk_nope_head_dim"], c["kv_lora_rank"], c.get("rope_scaling")
+    if c.get("q_lora_rank"):
+        latent = norm(x @ w[f"{at}q_a_proj.weight"].T, w[f"{at}q_a_layernorm.weight"], eps)
+        q = latent @ w[f"{at}q_b_proj.weight"].T
+    else:
+        q = x @ w[f"{at}q_proj.weight"].T
+    q = q.reshape(length, heads, -1)
+    down = x @ w[f"{at}kv_a_proj_with_mqa.weight"].T
+    kv = norm(down[:, :rank], w[f"{at}kv_a_layernorm.weight"], eps) @ w[f"{at}kv_b_proj.weight"].T
+    kv = kv.reshape(length, heads, -1)
+    width, scale = down.shape[1] - rank, q.shape[-1] ** -0.5
+    inverse, size = c["rope_theta"] ** (-np.arange(0, width, 2) / width), 1.0
+    if rope is not None:  # YaRN, with DeepSeek's temperatures
+        low, high = (
+            width
+            * np.log(rope["original_max_position_embeddings"] / (2 * np.pi * rope[beta]))
+            / (2 * np.log(c["rope_theta"]))
+            for beta in ("beta_fast", "beta_slow")
+        )
+        low, high = max(np.floor(low), 0), min(np.ceil(high), width - 1)
+        slow = np.clip((np.arange(width // 2) - low) / (high - low), 0, 1)
+        inverse = inverse * (1 - slow) + inverse / rope["factor"] * slow
+        warm, all_warm = (0.1 * rope[name] * np.log(rope["factor"]) + 1 for name in ("mscale", "mscale_all_dim"))
+        size, scale = warm / all_warm, scale * all_warm**2
+    angles = np.arange(length)[:, None, None] * inverse
+
+    def turned(y: np.ndarray) -> np.ndarray:
+        """Neighbouring columns are the pairs."""
+        a, b, out = y[..., 0::2], y[..., 1::2], np.empty_like(y)
+        out[..., 0::2] = size * (a * np.cos(angles) - b * np.sin(angles))
+        out[..., 1::2] = size * (b * np.cos(angles) + a * np.sin(angles))
+        return out
+
+    q = np.concatenate([q[..., :nope], turned(q[..., nope:])], axis=-1)
+    key = np.repeat(turned(down[:, None, rank:]), heads, axis=1)
+    k, v = np.concatenate([kv[..., :nope], key], axis=-1), kv[..., nope:]
+    mixed = np.zeros_like(v)
+    for head in range(heads):
+        for t in range(length):
+            scores = k[: t + 1, head] @ q[t, head] * scale
+            weights = np.exp(scores - scores.max())
+            mixed[t, head] = weights / weights.sum() @ v[: t + 1, head]
     return mixed.reshape(length, -1) @ w[f"{at}o_proj.weight"].T
 
 

@@ -15,7 +15,7 @@ from eagle3_jax.checkpoint.drafts import open_draft_folder
 from eagle3_jax.checkpoint.files import refusing_io
 from eagle3_jax.checkpoint.folders import read_config
 from eagle3_jax.checkpoint.maps import read_target_ids
-from eagle3_jax.checkpoint.names import FORMATS, abstract_params, check_finite, named_weights
+from eagle3_jax.checkpoint.names import FORMATS, HeadRows, abstract_params, check_finite, named_weights
 from eagle3_jax.checkpoint.public import locate_draft
 from eagle3_jax.checkpoint.taps import IDS_FIELD, eagle_config
 from eagle3_jax.checkpoint.target_files import read_target_config, read_target_embedding
@@ -71,7 +71,7 @@ def convert_draft(
             parsed = dataclasses.replace(parsed, config=dataclasses.replace(parsed.config, shares_embedding=True))
     settings = flatten(config, where)[0] if is_speculators(config) else config
     length = Fields(settings, where).size("max_position_embeddings", 2048)
-    dtype = _DTYPE_NAMES.get(tensors["attention/q/weight"].dtype, "float32")
+    dtype = _DTYPE_NAMES.get(tensors["attention/o/weight"].dtype, "float32")
     verifier = _verifier(config) if target is None else os.fspath(target)
     embedding = None
     if dialect == "speculators" and parsed.config.shares_embedding and target is not None:
@@ -110,12 +110,13 @@ def _read_tensors(source: DraftTensors, parsed: ParsedDraft) -> tuple[dict[str, 
     weights, names, c = named_weights(abstract_params(Eagle3(parsed.config))), parsed.layers.key_map(), parsed.config
     ids = read_target_ids(source, c.draft_vocab_size, c.vocab_size)
     tensors = {}
-    for place, weight in weights.items():
-        name = names.file_name(place)
-        if name not in source or source.shape(name) != weight.shape[::-1] or source.dtype(name).kind not in "fV":
-            raise Eagle3Error(f"{source.path}: tensor {name} is missing or no plain matrix {weight.shape[::-1]}")
-        tensors[place] = source.read(name)
-        check_finite(tensors[place], f"{source.path}: tensor {name}")
+    for path, weight in weights.items():
+        place, name = names.place(path), names.file_name(path)
+        shape = place.stored_shape(weight) if isinstance(place, HeadRows) else weight.shape[::-1]
+        if name not in source or source.shape(name) != shape or source.dtype(name).kind not in "fV":
+            raise Eagle3Error(f"{source.path}: tensor {name} is missing or no plain matrix {shape}")
+        tensors[path] = place.take(source.read(name)) if isinstance(place, HeadRows) else source.read(name)
+        check_finite(tensors[path], f"{source.path}: tensor {name}")
     known = {*map(names.file_name, weights), "d2t", "t2d"} | ({"embed_tokens.weight"} if c.shares_embedding else set())
     if extra := [n for n in source if n not in known and not any(re.fullmatch(p, n) for p in names.ignored)]:
         raise Eagle3Error(f"{source.path}: tensor {extra[0]} has no place in a draft of float weights")

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from eagle3_jax.checkpoint.deepseek import latent_names
 from eagle3_jax.checkpoint.files import quote
 from eagle3_jax.checkpoint.names import KeyMap, layer_names
 from eagle3_jax.checkpoint.tensors import TensorSource
@@ -99,12 +100,14 @@ class LayerNames:
         first: prefix of the first. deeper: prefix of the others; "{i}" is their number.
         deeper_norm: the norm before the attention of the others.
         count: how many layers there are.
+        latent: with latent attention, columns of a head's unturned keys and of its values.
     """
 
     first: str = "midlayer."
     deeper: str = "layers.{i}."
     deeper_norm: str = "input_layernorm"
     count: int = 1
+    latent: tuple[int, int] | None = None
 
     def key_map(self) -> KeyMap:
         """Names of all weights of a draft."""
@@ -119,6 +122,8 @@ class LayerNames:
                 "fc": "fc",
                 **layer_names("", self.first, first | mlp | heads),
                 **layer_names("layers_{i}/", self.deeper, {"attention_norm": self.deeper_norm} | mlp | heads),
+                **(latent_names("", self.first, *self.latent) if self.latent else {}),
+                **(latent_names("layers_{i}/", self.deeper, *self.latent) if self.latent else {}),
                 "final_norm": "norm",
                 "head": "lm_head",
             },

@@ -6,6 +6,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from eagle3_jax.checkpoint.dialects import LayerNames, find_layers, flatten, is_speculators
+from eagle3_jax.checkpoint.draft_kind import LLAMA_DRAFTS, check_kind, is_latent
 from eagle3_jax.checkpoint.files import quote
 from eagle3_jax.checkpoint.names import FORMATS, check_dtype
 from eagle3_jax.checkpoint.narrow import find_matrix
@@ -14,26 +15,20 @@ from eagle3_jax.checkpoint.tensors import TensorSource
 from eagle3_jax.config import (
     DecoderConfig,
     Eagle3Config,
+    Eagle3LatentConfig,
     Fields,
     RopeConfig,
     check_unknown_fields,
+    parse_latent,
     parse_rope,
 )
 from eagle3_jax.errors import Eagle3Error
 from eagle3_jax.quant.weight import WeightFormats
 
-_LLAMA_DRAFTS = (
-    "LlamaForCausalLM",
-    "LlamaForCausalLMEagle3",
-    "Eagle3LlamaForCausalLM",
-    "EAGLE3LlamaForCausalLM",
-    "Eagle3MiniMaxM2ForCausalLM",
-)
-_QWEN3_DRAFTS = ("Qwen3ForCausalLM", "Eagle3Qwen3ForCausalLM")
-_SPECULATORS_DRAFTS = ("Eagle3Speculator", "Eagle3DraftModel")
-_ARCHITECTURES = (*_LLAMA_DRAFTS, *_QWEN3_DRAFTS)
-_MLA_FIELDS = ("kv_lora_rank", "q_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")
-_MLA = "an MLA draft (DeepSeek, Kimi), which is not supported yet"
+_OF_EXPERTS = """first_k_dense_replace moe_layer_freq moe_intermediate_size n_routed_experts n_shared_experts
+    num_experts_per_tok n_group topk_group topk_method scoring_func norm_topk_prob routed_scaling_factor
+    num_nextn_predict_layers ep_size aux_loss_alpha seq_aux head_dim""".split()
+"""Fields that MLA drafts copy from their targets' config.json and do not use: their MLP has no experts."""
 
 _BEARS_ON_DRAFTS = re.compile(r"eagle|aux|hidden|feature|vocab|draft")
 
@@ -190,7 +185,14 @@ def parse_draft(
         fields_agree(fields, name, count, "the hidden states fc takes")
     if taps.warning:
         warnings.append(taps.warning)
-    heads, kv_heads, head_dim = _attention_sizes(fields, shapes, layer, warnings)
+    kind = Eagle3LatentConfig if is_latent(source) else Eagle3Config
+    if kind is Eagle3LatentConfig:
+        attention = parse_latent(fields)
+        layers = dataclasses.replace(layers, latent=(attention["nope_dim"], attention["head_dim"]))
+        fields.expect("pruned_heads", [{}])
+        fields.read |= set(_OF_EXPERTS)
+    else:
+        attention = _attention_sizes(fields, shapes, layer, warnings)
     intermediate = shapes.matrix(f"{layer}mlp.gate_proj.weight")[0]
     fields_agree(fields, "intermediate_size", intermediate, "the rows of gate_proj")
     shares_embedding = _shares_embedding(source, hidden, target, overrides.embedding)
@@ -203,15 +205,13 @@ def parse_draft(
             "not normed; if acceptance is poor, compare with overrides={'norm_output': False}"
         )
     dtype = overrides.dtype or target.dtype
-    parsed = Eagle3Config(
+    parsed = kind(
+        **attention,
         vocab_size=target.vocab_size,
         draft_vocab_size=draft_vocab,
         hidden_size=hidden,
         target_hidden_size=target.hidden_size,
         intermediate_size=intermediate,
-        num_heads=heads,
-        num_kv_heads=kv_heads,
-        head_dim=head_dim,
         taps=taps.indices,
         num_layers=layers.count,
         rms_norm_eps=fields.number("rms_norm_eps", 1e-6),
@@ -259,28 +259,6 @@ def refuse_draft_fields(unread: Collection[str], where: str) -> None:
         raise Eagle3Error(f"{where}: field {quote(found[0])} is not known and may change what the draft reads")
 
 
-def check_kind(config: Mapping[str, Any], source: TensorSource, where: str) -> None:
-    """Refuse, by name, what is no EAGLE-3 draft of Llama or Qwen3 layers.
-
-    Raises:
-        Eagle3Error: an MLA draft, P-EAGLE, or another architecture.
-    """
-    if found := [name for name in _MLA_FIELDS if config.get(name) is not None]:
-        raise Eagle3Error(f"{where}: field {found[0]} means {_MLA}")
-    if found := [name for name in source if name.endswith("kv_a_proj_with_mqa.weight")]:
-        raise Eagle3Error(f"{source.path}: tensor {found[0]} means {_MLA}")
-    architectures = config.get("architectures") or [None]
-    if any(isinstance(name, str) and "deepseek" in name.lower() for name in architectures):
-        raise Eagle3Error(f"{where}: architecture {quote(architectures)} means {_MLA}")
-    known = (None, *(_SPECULATORS_DRAFTS if is_speculators(config) else _ARCHITECTURES))
-    if len(architectures) != 1 or architectures[0] not in known:
-        raise Eagle3Error(
-            f"{where}: architecture {quote(architectures)} is not supported; drafts of {', '.join(known[1:])} are"
-        )
-    if "mask_hidden" in source or config.get("pard_token") is not None:
-        raise Eagle3Error(f"{where}: mask_hidden or pard_token means a P-EAGLE draft, which is not supported")
-
-
 class _Shapes:
     """Shapes of tensors that have to be there."""
 
@@ -296,7 +274,7 @@ class _Shapes:
         return shape[0], shape[1]
 
 
-def _attention_sizes(fields: Fields, shapes: _Shapes, layer: str, warnings: list[str]) -> tuple[int, int, int]:
+def _attention_sizes(fields: Fields, shapes: _Shapes, layer: str, warnings: list[str]) -> dict[str, Any]:
     """Heads, key-value heads and head width; the weights' widths win over the config's head_dim."""
     heads = fields.size("num_attention_heads")
     kv_heads = fields.size("num_key_value_heads", heads)
@@ -313,7 +291,7 @@ def _attention_sizes(fields: Fields, shapes: _Shapes, layer: str, warnings: list
     named = fields.get("head_dim")
     if named is not None and fields.size("head_dim") != head_dim:
         warnings.append(f"config.json has head_dim {named}, the weights {head_dim}; the weights' is used")
-    return heads, kv_heads, head_dim
+    return {"num_heads": heads, "num_kv_heads": kv_heads, "head_dim": head_dim}
 
 
 def _shares_embedding(source: TensorSource, hidden: int, target: TargetFacts, wanted: str | None) -> bool:
@@ -428,7 +406,7 @@ def _qk_norm(config: Mapping[str, Any], source: TensorSource, layer: str, where:
     """Whether heads are normed, as the tensors say; a config that says Qwen3 must have them."""
     there = any(f"{layer}self_attn.{x}_norm.weight" in source for x in "qk")
     architectures = config.get("architectures") or []
-    qwen3 = config.get("model_type") == "qwen3" and not set(architectures) & set(_LLAMA_DRAFTS)
+    qwen3 = config.get("model_type") == "qwen3" and not set(architectures) & set(LLAMA_DRAFTS)
     if qwen3 and not there:
         raise Eagle3Error(
             f"{where}: says Qwen3, but {layer}self_attn.q_norm.weight is missing; one of the two is wrong"

@@ -7,12 +7,15 @@ from typing import Any
 
 import numpy as np
 
+from eagle3_jax.checkpoint.deepseek import latent_fields
 from eagle3_jax.checkpoint.dialects import DIALECTS, LayerNames, nest
+from eagle3_jax.checkpoint.draft_kind import MLA_DRAFTS
 from eagle3_jax.checkpoint.files import write_json_atomic
 from eagle3_jax.checkpoint.folders import atomic_folder, rope_fields
+from eagle3_jax.checkpoint.names import lay
 from eagle3_jax.checkpoint.taps import resolve_taps, tap_fields
 from eagle3_jax.checkpoint.tensors import SINGLE_FILE, write_safetensors
-from eagle3_jax.config import Eagle3Config
+from eagle3_jax.config import Eagle3Config, Eagle3LatentConfig
 from eagle3_jax.errors import Eagle3Error
 
 log = logging.getLogger("eagle3_jax")
@@ -56,7 +59,9 @@ def write_draft(
     """
     fields = config_fields(config, dialect, dtype, max_position, verifier)
     names = layer_names_of(config, dialect).key_map()
-    named = {names.file_name(place): tensor for place, tensor in tensors.items()}
+    named: dict[str, np.ndarray] = {}
+    for place, tensor in tensors.items():
+        lay(named, names.place(place), tensor)
     if target_ids is not None:
         ids = np.asarray(target_ids, np.int64)
         named["d2t"] = ids - np.arange(len(ids))
@@ -75,7 +80,8 @@ def write_draft(
 
 def layer_names_of(config: Eagle3Config, dialect: str) -> LayerNames:
     """How a dialect names the layers of a draft."""
-    return LayerNames("midlayer." if dialect == "safeailab" else "layers.0.", count=config.num_layers)
+    latent = (config.nope_dim, config.head_dim) if isinstance(config, Eagle3LatentConfig) else None
+    return LayerNames("midlayer." if dialect == "safeailab" else "layers.0.", count=config.num_layers, latent=latent)
 
 
 def config_fields(config: Eagle3Config, dialect: str, dtype: str, max_position: int, verifier: str) -> dict[str, Any]:
@@ -114,6 +120,9 @@ def config_fields(config: Eagle3Config, dialect: str, dtype: str, max_position: 
         **(tap_fields(config.taps) if config.fuses else {"eagle_config": {"use_aux_hidden_state": False}}),
         "torch_dtype": dtype,
     }
+    if isinstance(config, Eagle3LatentConfig):
+        fields |= {"model_type": "deepseek_v3", **latent_fields(config)}
+        del fields["head_dim"]
     # SafeAILab and SGLang take the file's own embedding if, and only if, this field is there.
     if config.shares_embedding:
         del fields["target_hidden_size"]
@@ -126,6 +135,8 @@ def config_fields(config: Eagle3Config, dialect: str, dtype: str, max_position: 
 def _architecture(config: Eagle3Config, dialect: str) -> str:
     if dialect == "safeailab":
         return "LlamaForCausalLMEagle3"
+    if isinstance(config, Eagle3LatentConfig):
+        return MLA_DRAFTS[0]
     return "Eagle3Qwen3ForCausalLM" if config.qk_norm else "Eagle3LlamaForCausalLM"
 
 
@@ -133,6 +144,8 @@ def _check_dialect(config: Eagle3Config, dialect: str) -> None:
     if dialect not in DIALECTS:
         raise Eagle3Error(f"dialect {dialect!r:.40} is not known; the dialects are {', '.join(DIALECTS)}")
     absent = [name for name in _ABSENT[dialect] if getattr(config, name)]
+    if dialect != "vllm" and isinstance(config, Eagle3LatentConfig):
+        absent.append("latent attention")
     if dialect == "safeailab" and config.num_layers > 1:
         absent.append(f"{config.num_layers} layers")
     if dialect == "speculators" and not config.fuses:

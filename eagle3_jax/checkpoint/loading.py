@@ -199,7 +199,7 @@ def _matrices(
                 with np.errstate(over="ignore"):
                     matrix = part.narrow.decode(*pair)
                 check_finite(matrix, f"{part.source.path}: tensor {part.codes}, dequantised,")
-                yield part.codes, _rows_of_heads(matrix, place)
+                yield part.codes, place.take(matrix) if isinstance(place, HeadRows) else matrix
             continue
         _check_shape(part, place, weight, config)
         if part.source.dtype(part.name) not in _PLAIN_DTYPES:
@@ -212,7 +212,7 @@ def _matrices(
         if isinstance(place, Fused):
             yield from ((part.name, one[..., place.part :: place.parts].T) for one in tensor)
         else:
-            yield part.name, _rows_of_heads(tensor, place)
+            yield part.name, place.take(tensor) if isinstance(place, HeadRows) else tensor
 
 
 def _read_codes(parts: list[StoredMatrix], place: Place, weight: Weight, config: str) -> tuple[jax.Array, jax.Array]:
@@ -242,19 +242,10 @@ def _stacked(place: Place) -> bool:
     return isinstance(place, Fused) or (isinstance(place, str) and "{e}" in place)
 
 
-def _rows_of_heads(matrix: np.ndarray, place: Place) -> np.ndarray:
-    """The weight's own rows of a matrix [out, in]."""
-    if not isinstance(place, HeadRows):
-        return matrix
-    heads = matrix.reshape(-1, place.period, matrix.shape[1])
-    return heads[:, place.first : place.first + place.count].reshape(-1, matrix.shape[1])
-
-
 def _check_shape(part: StoredMatrix, place: Place, weight: Weight, config: str) -> None:
     """Refuse a tensor of another shape than the model has."""
     if isinstance(place, HeadRows):
-        columns, rows = weight.shape
-        needed = (rows // place.count * place.period, columns)
+        needed = place.stored_shape(weight)
     elif isinstance(place, Fused):
         *stack, outputs = weight.shape
         needed = (*stack, outputs * place.parts)

@@ -53,6 +53,16 @@ class HeadRows:
     count: int
     period: int
 
+    def stored_shape(self, weight: Weight) -> tuple[int, int]:
+        """Shape [out, in] of the tensor in which a weight (K, N) lies."""
+        columns, rows = weight.shape
+        return rows // self.count * self.period, columns
+
+    def take(self, matrix: np.ndarray) -> np.ndarray:
+        """The weight's own rows of a matrix [out, in]."""
+        heads = matrix.reshape(-1, self.period, matrix.shape[1])
+        return heads[:, self.first : self.first + self.count].reshape(-1, matrix.shape[1])
+
 
 Place = str | Fused | HeadRows
 """Where a weight lies in a file: a tensor, one tensor an expert with "{e}" in its name, or a part of a tensor."""
@@ -100,6 +110,24 @@ def layer_names(path: str, name: str, norms: Mapping[str, str]) -> dict[str, Pla
     parts = {**norms, **{f"attention/{x}": f"self_attn.{x}_proj" for x in "qkvo"}}
     parts |= {f"mlp/{x}": f"mlp.{x}_proj" for x in ("gate", "up", "down")}
     return {path + ours: name + theirs for ours, theirs in parts.items()}
+
+
+def lay(tensors: dict[str, np.ndarray], place: Place, value: np.ndarray) -> None:
+    """Put a weight, [..., out, in] or [..., n], where a file has it."""
+    if isinstance(place, Fused):
+        if value.ndim == 3:  # stacks are stored [E, in, out]
+            value = value.swapaxes(-1, -2)
+        shape = (*value.shape[:-1], value.shape[-1] * place.parts)
+        tensors.setdefault(place.name, np.empty(shape, value.dtype))[..., place.part :: place.parts] = value
+    elif isinstance(place, HeadRows):
+        heads = len(value) // place.count
+        whole = tensors.setdefault(place.name, np.empty((heads * place.period, value.shape[1]), value.dtype))
+        rows = whole.reshape(heads, place.period, -1)
+        rows[:, place.first : place.first + place.count] = value.reshape(heads, place.count, -1)
+    elif "{e}" in place:
+        tensors |= {place.replace("{e}", str(e)): np.ascontiguousarray(part) for e, part in enumerate(value)}
+    else:
+        tensors[place] = np.ascontiguousarray(value)
 
 
 def abstract_params(model: Decoder | Eagle3) -> Any:

@@ -9,7 +9,7 @@ from eagle3_jax.checkpoint.families import FAMILIES, config_fields, family_of
 from eagle3_jax.checkpoint.files import refusing_io, write_json_atomic
 from eagle3_jax.checkpoint.folders import atomic_folder, is_draft, read_config
 from eagle3_jax.checkpoint.gguf import GGUFSource
-from eagle3_jax.checkpoint.names import FORMATS, Fused, HeadRows, Place, check_dtype, check_finite
+from eagle3_jax.checkpoint.names import FORMATS, check_dtype, check_finite, lay
 from eagle3_jax.checkpoint.orbax import is_orbax_folder
 from eagle3_jax.checkpoint.registry import entries, locate
 from eagle3_jax.checkpoint.targets import Target, copy_tokenizer
@@ -87,7 +87,7 @@ def save_target_folder(target: Target, path: str | os.PathLike[str], dtype: str 
     config, tensors = target.model.config, dict[str, np.ndarray]()
     names = FAMILIES[config.family].key_map(config, ())
     for place, weight in named_weights(target.params).items():
-        _put(tensors, names.place(place), _in_file_order(weight, f"{path}: weight {place}"))
+        lay(tensors, names.place(place), _in_file_order(weight, f"{path}: weight {place}"))
     if dtype is not None:
         with np.errstate(over="ignore"):  # refused below, by name
             tensors = {name: tensor.astype(FLOAT_FORMATS[FORMATS[dtype]]) for name, tensor in tensors.items()}
@@ -109,21 +109,3 @@ def _in_file_order(weight: Weight, what: str) -> np.ndarray:
         raise Eagle3Error(f"{what} is in the narrow format {weight.format}; load the target with widen=True")
     value = np.asarray(weight.value)
     return value.swapaxes(-1, -2) if weight.layout == "kn" else value
-
-
-def _put(tensors: dict[str, np.ndarray], place: Place, value: np.ndarray) -> None:
-    """Lay a weight where its family has it: the other way round of `eagle3_jax.checkpoint.loading`."""
-    if isinstance(place, Fused):
-        if value.ndim == 3:  # stacks are stored [E, in, out]
-            value = value.swapaxes(-1, -2)
-        shape = (*value.shape[:-1], value.shape[-1] * place.parts)
-        tensors.setdefault(place.name, np.empty(shape, value.dtype))[..., place.part :: place.parts] = value
-    elif isinstance(place, HeadRows):
-        heads = len(value) // place.count
-        whole = tensors.setdefault(place.name, np.empty((heads * place.period, value.shape[1]), value.dtype))
-        rows = whole.reshape(heads, place.period, -1)
-        rows[:, place.first : place.first + place.count] = value.reshape(heads, place.count, -1)
-    elif "{e}" in place:
-        tensors |= {place.replace("{e}", str(e)): np.ascontiguousarray(part) for e, part in enumerate(value)}
-    else:
-        tensors[place] = np.ascontiguousarray(value)

@@ -4,7 +4,9 @@ from eagle3_jax.config.decoder import MOST_LAYERS as MOST_LAYERS
 from eagle3_jax.config.decoder import DecoderConfig as DecoderConfig
 from eagle3_jax.config.deepseek import DeepseekConfig as DeepseekConfig
 from eagle3_jax.config.deepseek import parse_deepseek_v3 as parse_deepseek_v3
+from eagle3_jax.config.deepseek import parse_latent as parse_latent
 from eagle3_jax.config.eagle3 import Eagle3Config as Eagle3Config
+from eagle3_jax.config.eagle3 import Eagle3LatentConfig as Eagle3LatentConfig
 from eagle3_jax.config.fields import Fields as Fields
 from eagle3_jax.config.fields import check_unknown_fields as check_unknown_fields
 from eagle3_jax.config.gpt_oss import parse_gpt_oss as parse_gpt_oss

@@ -78,7 +78,6 @@ def parse_deepseek_v3(config: Mapping[str, Any], where: str) -> DeepseekConfig:
         ("architectures", [["DeepseekV3ForCausalLM"]]),
         ("model_type", ["deepseek_v3", "kimi_k2"]),
         ("hidden_act", ["silu", "swish"]),
-        ("attention_bias", [False]),
         ("scoring_func", ["sigmoid"]),
         ("topk_method", ["noaux_tc"]),
         ("moe_layer_freq", [1]),
@@ -88,13 +87,8 @@ def parse_deepseek_v3(config: Mapping[str, Any], where: str) -> DeepseekConfig:
         fields.expect(name, allowed)
     for name in _OF_TRAINING.split():
         fields.get(name)
-    heads, max_position = fields.size("num_attention_heads"), fields.size("max_position_embeddings")
-    nope_dim, rope_dim = fields.size("qk_nope_head_dim"), fields.size("qk_rope_head_dim")
-    fields.expect("num_key_value_heads", [heads])
-    fields.expect("qk_head_dim", [nope_dim + rope_dim])
-    fields.expect("head_dim", [rope_dim])
-    if rope_dim % 2:
-        raise Eagle3Error(f"{where}: qk_rope_head_dim {rope_dim} is odd; RoPE rotates pairs")
+    latent, max_position = parse_latent(fields), fields.size("max_position_embeddings")
+    fields.expect("head_dim", [latent["rope_dim"]])
     moe = parse_moe(
         fields,
         "n_routed_experts",
@@ -111,14 +105,7 @@ def parse_deepseek_v3(config: Mapping[str, Any], where: str) -> DeepseekConfig:
         hidden_size=fields.size("hidden_size"),
         intermediate_size=fields.size("intermediate_size"),
         num_layers=fields.size("num_hidden_layers"),
-        num_heads=heads,
-        num_kv_heads=heads,
-        q_rank=None if fields.get("q_lora_rank") is None else fields.size("q_lora_rank"),
-        kv_rank=fields.size("kv_lora_rank"),
-        nope_dim=nope_dim,
-        rope_dim=rope_dim,
-        head_dim=fields.size("v_head_dim"),
-        interleaved=fields.flag("rope_interleave", True),
+        **latent,
         rms_norm_eps=fields.number("rms_norm_eps"),
         rope=parse_rope(fields, max_position, None),
         max_position=max_position,
@@ -132,6 +119,32 @@ def parse_deepseek_v3(config: Mapping[str, Any], where: str) -> DeepseekConfig:
         raise Eagle3Error(f"{where}: tie_word_embeddings is {parsed.tied}, but {tied} outside of text_config")
     check_unknown_fields(config, fields.read, where)
     return parsed
+
+
+def parse_latent(fields: Fields) -> dict[str, Any]:
+    """The sizes of latent attention, by their names in `DeepseekConfig`.
+
+    Raises:
+        Eagle3Error: a missing or malformed size, sizes that contradict each other, biases, or attention without RoPE.
+    """
+    heads = fields.size("num_attention_heads")
+    nope_dim, rope_dim = fields.size("qk_nope_head_dim"), fields.size("qk_rope_head_dim")
+    fields.expect("num_key_value_heads", [heads])
+    fields.expect("qk_head_dim", [nope_dim + rope_dim])
+    fields.expect("attention_bias", [False])
+    fields.expect("mla_use_nope", [False])  # Kimi-K3: no RoPE at all
+    if rope_dim % 2:
+        raise Eagle3Error(f"{fields.where}: qk_rope_head_dim {rope_dim} is odd; RoPE rotates pairs")
+    return {
+        "num_heads": heads,
+        "num_kv_heads": heads,
+        "head_dim": fields.size("v_head_dim"),
+        "q_rank": None if fields.get("q_lora_rank") is None else fields.size("q_lora_rank"),
+        "kv_rank": fields.size("kv_lora_rank"),
+        "nope_dim": nope_dim,
+        "rope_dim": rope_dim,
+        "interleaved": fields.flag("rope_interleave", True),
+    }
 
 
 def _text_config(config: Mapping[str, Any], where: str) -> tuple[Mapping[str, Any], str, bool | None]:

@@ -58,3 +58,40 @@ class Eagle3Config:
     def cache_row(self) -> tuple[int, int]:
         """What the draft's cache keeps of a token: rows (keys, then values) and their width."""
         return 2 * self.num_kv_heads, self.head_dim
+
+    @property
+    def rotary_dim(self) -> int:
+        """Dimensions of a head that the rotary embedding turns."""
+        return self.head_dim
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Eagle3LatentConfig(Eagle3Config):
+    """An EAGLE-3 draft with latent attention (an MLA draft), as Kimi's targets have it.
+
+    Attributes:
+        num_kv_heads, head_dim: every query head has its own keys and values; `head_dim` is the width of a value.
+        q_rank, kv_rank, nope_dim, rope_dim, interleaved, expand_from: as in `DeepseekConfig`.
+    """
+
+    q_rank: int | None
+    kv_rank: int
+    nope_dim: int
+    rope_dim: int
+    interleaved: bool = True
+    expand_from: int | None = None
+
+    @property
+    def latent_norm_eps(self) -> float:
+        """Epsilon of the norms of both latents: the draft's own, as trainers and engines of such drafts have it."""
+        return self.rms_norm_eps
+
+    @property
+    def cache_row(self) -> tuple[int, int]:
+        """What the draft's cache keeps of a token: one row, the latent and the turned key that all heads share."""
+        return 1, self.kv_rank + self.rope_dim
+
+    @property
+    def rotary_dim(self) -> int:
+        """Dimensions of a head that the rotary embedding turns."""
+        return self.rope_dim

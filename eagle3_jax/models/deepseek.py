@@ -24,7 +24,7 @@ import flax.linen as nn
 import jax.numpy as jnp
 from jax import Array
 
-from eagle3_jax.config import DeepseekConfig
+from eagle3_jax.config import DeepseekConfig, Eagle3LatentConfig
 from eagle3_jax.errors import Eagle3Error
 from eagle3_jax.models.attention import Attend
 from eagle3_jax.models.decoder import Decoder
@@ -34,8 +34,11 @@ from eagle3_jax.models.rope import rotate, yarn_temperature
 from eagle3_jax.quant.formats import FLOAT_FORMATS
 from eagle3_jax.quant.weight import Weight, WeightFormats
 
+Latent = DeepseekConfig | Eagle3LatentConfig
+"""Configs of models with latent attention."""
 
-def score_scale(config: DeepseekConfig) -> float:
+
+def score_scale(config: Latent) -> float:
     """Multiplier of the scores: 1 / sqrt(D + R), times the square of YaRN's temperature where there is one."""
     scale = (config.nope_dim + config.rope_dim) ** -0.5
     if config.rope.kind == "yarn" and config.rope.mscale_all_dim:
@@ -43,7 +46,7 @@ def score_scale(config: DeepseekConfig) -> float:
     return scale
 
 
-def expands(config: DeepseekConfig, new_tokens: int) -> bool:
+def expands(config: Latent, new_tokens: int) -> bool:
     """Whether a pass of that many new tokens takes the direct form (see the top of the module).
 
     Example:
@@ -86,11 +89,11 @@ class PerHead(nn.Module):
 class LatentAttention(nn.Module):
     """Multi-head latent attention."""
 
-    config: DeepseekConfig
+    config: Latent
 
     @nn.compact
     def __call__(self, x: Array, angles: tuple[Array, Array], attend: Attend, cache: Any) -> tuple[Array, Any]:
-        """[B, T, H] -> ([B, T, H], new cache)."""
+        """[B, T, K] -> ([B, T, H], new cache)."""
         c = self.config
 
         def linear(name: str, features: int, *axes: str) -> Linear:

@@ -13,8 +13,9 @@ import jax.numpy as jnp
 from flax import struct
 from jax import Array
 
-from eagle3_jax.config import Eagle3Config
+from eagle3_jax.config import Eagle3Config, Eagle3LatentConfig
 from eagle3_jax.models.attention import Attend, causal_attention
+from eagle3_jax.models.deepseek import LatentAttention
 from eagle3_jax.models.layers import Attention, Linear, RMSNorm, SwiGLU, VocabularyMatrix, rms_norm
 from eagle3_jax.models.rope import rope_angles
 from eagle3_jax.quant.weight import Weight
@@ -40,8 +41,10 @@ def _norm(config: Eagle3Config) -> RMSNorm:
     return RMSNorm(config.rms_norm_eps, config.weights)
 
 
-def _attention(config: Eagle3Config) -> Attention:
+def _attention(config: Eagle3Config) -> Attention | LatentAttention:
     c = config
+    if isinstance(c, Eagle3LatentConfig):
+        return LatentAttention(c)
     eps = c.rms_norm_eps if c.qk_norm else None
     return Attention(
         c.hidden_size,
@@ -139,7 +142,7 @@ class Eagle3(nn.Module):
         embedded = embedding.outputs(token_ids).astype(c.dtype)
         normed = self.hidden_norm(g)
         x = jnp.concatenate([self.embed_norm(embedded), normed], axis=-1)
-        angles = rope_angles(c.rope, c.head_dim, positions)
+        angles = rope_angles(c.rope, c.rotary_dim, positions)
         mixed, first = self.attention(x, angles, attend, caches[0])
         h = (normed if c.norm_before_residual else g) + mixed
         y, new_caches = h + self.mlp(self.mlp_norm(h)), [first]

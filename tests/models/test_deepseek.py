@@ -168,14 +168,14 @@ def own_draft() -> tuple[Eagle3, Any]:
     return tiny.draft(dataclasses.replace(tiny.DRAFT, taps=(0, 1, 2)))
 
 
-@pytest.mark.parametrize(("kind", "drafts"), [("oracle", 1), ("oracle", 7), ("eagle3", 3)])
+@pytest.mark.parametrize(("kind", "drafts"), [("oracle", 1), ("oracle", 7), ("eagle3", 3), ("latent", 3)])
 def test_speculation_changes_nothing(model: tuple, plain: tuple, kind: str, drafts: int) -> None:
     ids, lengths, sampling, alone = plain
     drafter: Any = Oracle()
     config = dataclasses.replace(CONFIG, speculation=Chain(drafts), page_size=1)
     draft_params: Any = jnp.asarray(tiny.corrupted(tiny.whole_rows(ids, lengths, np.asarray(alone.tokens)), 0.3))
-    if kind == "eagle3":
-        drafter, draft_params = own_draft()
+    if kind != "oracle":
+        drafter, draft_params = own_draft() if kind == "eagle3" else latent.draft()
         config = dataclasses.replace(config, draft_page_size=4)
     out = drafted_run(
         model[1],
