@@ -21,7 +21,6 @@ import numpy as np
 from jax import Array, lax
 from tqdm import tqdm
 
-from eagle3_jax.cache.paged import chain_step
 from eagle3_jax.checkpoint.drafts import Draft
 from eagle3_jax.checkpoint.targets import Target
 from eagle3_jax.decoding.drafters import Eagle3Drafter, NoDrafter, Verified
@@ -41,7 +40,6 @@ from eagle3_jax.decoding.request import Chain, GenerationConfig, parse_speculati
 from eagle3_jax.decoding.sampling import TRANSFORMS, Sampling, row_keys, used_transforms
 from eagle3_jax.decoding.stats import acceptance
 from eagle3_jax.errors import Eagle3Error
-from eagle3_jax.models.attention import paged_attention
 from eagle3_jax.models.eagle3 import shared_weights
 from eagle3_jax.models.layers import apply
 from eagle3_jax.quant.weight import weight_bytes
@@ -164,7 +162,7 @@ def measure_stages(
         "plain": lambda n: rounds(plain, params, greedy, plain_state, n),
         "greedy": lambda n: rounds(spec, params, greedy, state, n),
         "sampled": lambda n: rounds(spec, params, sampled, state, n),
-        "draft": lambda n: _draft_steps(spec, draft.model, params, state, n),
+        "draft": lambda n: _draft_steps(spec, Eagle3Drafter(draft.model), params, state, n),
         "chain": lambda n: _draft_chains(spec, params, state, n),
         **{
             f"verify {rows}": partial(_verify_passes, spec, rows, params, state)
@@ -250,19 +248,17 @@ def _draft_chains(setup: Setup, params: Params, state: State, iterations: Array)
 
 
 @partial(jax.jit, static_argnums=(0, 1))
-def _draft_steps(setup: Setup, model: Any, params: Params, state: State, iterations: Array) -> Array:
+def _draft_steps(setup: Setup, drafter: Eagle3Drafter, params: Params, state: State, iterations: Array) -> Array:
     """`iterations` draft passes of one token, head included."""
-    shared, block_size = shared_weights(params[0]), setup.config.block_size
+    model, weights = drafter.model, (params[1], params[0])
 
     def body(_: Array, carry: tuple) -> tuple:
         ids, y, cache = carry
-        step = chain_step(state.table, state.length, jnp.ones_like(state.length), 1, block_size, cache.shape[0])
-        g = apply(model, params[1], y, method="feedback")
-        y, cache = apply(model, params[1], g, ids, step.positions, paged_attention(step), cache, shared)
-        return _next_ids(apply(model, params[1], y, shared, method="logits")), y, cache
+        y, cache = drafter.step(weights, cache, y, ids, state.length, state.table, setup.config.block_size)
+        return _next_ids(apply(model, params[1], y[:, 0], shared_weights(params[0]), method="logits")), y, cache
 
     y = jnp.zeros((1, 1, model.config.hidden_size), model.config.dtype)
-    return lax.fori_loop(0, iterations, body, (jnp.zeros((1, 1), jnp.int32), y, state.draft_cache))[0]
+    return lax.fori_loop(0, iterations, body, (jnp.zeros((1,), jnp.int32), y, state.draft_cache))[0]
 
 
 def _next_ids(logits: Array) -> Array:

@@ -158,12 +158,32 @@ class Eagle3Drafter:
         drafts: list[Array] = []
         for j in range(length):
             if j > 0:
-                g = apply(self.model, params[0], y, method="feedback")
-                one = jnp.ones_like(end)
-                slots = cache[0].shape[0]
-                step = chain_step(rows.table, end + j - 1, one, 1, block_size, slots, self.page_size)
-                attend = paged_attention(step)
-                y, cache = apply(self.model, params[0], g, drafts[-1][:, None], step.positions, attend, cache, shared)
+                y, cache = self.step(params, cache, y, drafts[-1], end + j - 1, rows.table, block_size)
             logits = apply(self.model, params[0], y[:, 0], shared, method="logits")
             drafts.append(pick(j, logits, target_ids))
         return jnp.stack(drafts, axis=1), cache
+
+    def step(
+        self,
+        params: tuple[Any, Any],
+        cache: tuple,
+        y: Array,
+        ids: Array,
+        position: Array,
+        table: Array,
+        block_size: int,
+    ) -> tuple[Array, tuple]:
+        """One token on from the draft's own output.
+
+        Args:
+            params, cache, block_size: as in `propose`.
+            y: [B, 1, H], output for the row before. ids: int32 [B], the token drafted from it.
+            position: int32 [B], of the new row. table: int32 [B, M].
+
+        Returns:
+            y [B, 1, H] of the new row, and the cache.
+        """
+        g = apply(self.model, params[0], y, method="feedback")
+        step = chain_step(table, position, jnp.ones_like(position), 1, block_size, cache[0].shape[0], self.page_size)
+        attend, shared = paged_attention(step), shared_weights(params[1])
+        return apply(self.model, params[0], g, ids[:, None], step.positions, attend, cache, shared)
