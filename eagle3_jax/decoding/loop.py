@@ -134,8 +134,10 @@ def decode_round(setup: Setup, params: Params, sampling: Sampling, state: State)
     with jax.named_scope("draft"):
         pick = partial(_pick, noise, sampling, config.transforms)
         draft_params = (params[1], params[0])
+        # Its own table is the last round's, whose blocks may be other rows' by now.
+        pending = replace(state.pending, table=state.table)
         proposed, draft_cache = setup.drafter.propose(
-            draft_params, state.draft_cache, state.pending, drafts, pick, config.block_size
+            draft_params, state.draft_cache, pending, drafts, pick, config.block_size
         )
     with jax.named_scope("verify"):
         fed = jnp.concatenate([state.last[:, None], proposed], axis=1)

@@ -16,8 +16,10 @@ from eagle3_jax.decoding.loop import (
     ERROR,
     RUNNING,
     Setup,
+    decode_round,
     generate,
     jitted_prefill,
+    prefill,
     run_rounds,
     speculative_generate,
     stream,
@@ -195,6 +197,29 @@ class SkipsThePrompt(tiny.Steered):
 )
 def test_a_fault_in_the_drafting_is_seen(fault: type[tiny.Steered]) -> None:
     assert not proposals_are_those_of_a_fresh_computation(fault)
+
+
+def test_a_round_writes_through_the_table_of_now() -> None:
+    """Between rounds blocks may change hands; a draft that took last round's would write into another row."""
+    (model, params), seen = tiny.target(), []
+
+    class Watched(Oracle):
+        def propose(self, params: Any, cache: Any, rows: Verified, *rest: Any) -> Any:
+            seen.append(rows.table)
+            return super().propose(params, cache, rows, *rest)
+
+    setup = Setup(model, Watched(), GenerationConfig(max_new_tokens=4, speculation=Chain(2), transforms=()))
+    *given, sampling = inputs(2)
+
+    def one(params: Any) -> Any:
+        state = prefill(setup, params, *given, sampling)
+        state = dataclasses.replace(state, table=state.table[::-1])
+        round_ = decode_round(setup, params, sampling, state)
+        assert seen[0] is state.table
+        return round_
+
+    jax.eval_shape(one, (params, jnp.zeros((2, 40), jnp.int32)))
+    assert len(seen) == 1
 
 
 def test_logits_without_a_maximum_end_their_row_as_an_error_and_no_other() -> None:
