@@ -14,6 +14,7 @@ Nothing is read from a config alone; a scale without narrow weights, and narrow 
 """
 
 import dataclasses
+import math
 from functools import cached_property
 
 import numpy as np
@@ -157,6 +158,42 @@ def find_matrix(source: TensorSource, name: str) -> StoredMatrix | None:
     if codes[0].endswith("_packed"):
         found = dataclasses.replace(found, others=(_checked_shape(source, name, found),))
     return found
+
+
+@dataclasses.dataclass(frozen=True)
+class StoredBytes:
+    """Bytes of a checkpoint's tensors.
+
+    Attributes:
+        weights: of all of them.
+        quantized: of the narrow matrices, scales included. quantized_as_bfloat16: what these would take in bfloat16.
+    """
+
+    weights: int
+    quantized: int
+    quantized_as_bfloat16: int
+
+    @property
+    def ratio(self) -> float | None:
+        """Share of their bfloat16 bytes that the narrow matrices take; None where there is none."""
+        return self.quantized / self.quantized_as_bfloat16 if self.quantized else None
+
+
+def stored_bytes(source: TensorSource) -> StoredBytes:
+    """What a checkpoint's tensors take.
+
+    Raises:
+        Eagle3Error: tensors that contradict each other, as in `find_matrix`.
+    """
+    sizes = {name: math.prod(source.shape(name)) * source.dtype(name).itemsize for name in source}
+    codes = (".weight", "_packed", "_blocks")
+    names = {name.removesuffix("_packed").removesuffix("_blocks") for name in source if name.endswith(codes)}
+    narrow = [found for name in names if (found := find_matrix(source, name)) and found.format is not None]
+    return StoredBytes(
+        sum(sizes.values()),
+        sum(sizes[name] for matrix in narrow for name in matrix.tensors),
+        sum(2 * math.prod(matrix.shape) for matrix in narrow),
+    )
 
 
 def _format(source: TensorSource, codes: str, scale: str, kind: str) -> str:

@@ -1,6 +1,7 @@
 """Measure how often a target accepts a draft."""
 
 import argparse
+import dataclasses
 import json
 import tempfile
 from collections.abc import Sequence
@@ -16,18 +17,28 @@ from eagle3_jax.commands.options import (
     add_seed_argument,
     add_target_arguments,
     encode_workload,
+    load_draft,
     load_draft_pair,
     number,
     read_data,
     several,
     whole,
 )
+from eagle3_jax.errors import Eagle3Error
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of `evaluate`."""
     add_target_arguments(parser)
     add_draft_arguments(parser, optional=False)
+    parser.add_argument(
+        "--compare",
+        metavar="DRAFT",
+        action="append",
+        default=[],
+        help="another draft for the same prompts and keys: what it accepts more, with a confidence interval, and the "
+        "bytes of each (repeatable; --draft-set is for all)",
+    )
     parser.add_argument(
         "--speculation", metavar="SPEC", default=DEFAULT_SPECULATION, help="chain:K (default: chain:4)"
     )
@@ -65,18 +76,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Decode the prompts; with --data also compare with the target over its held-out chats."""
+    """Decode the prompts; with --data also compare with the target over its held-out chats.
+
+    With --compare the drafts are decoded with side by side instead.
+    """
     from eagle3_jax.bench.workloads import load_workload
     from eagle3_jax.decoding.request import parse_speculation
     from eagle3_jax.training.evaluate import evaluate
 
     chain = parse_speculation(args.speculation)
+    if args.compare and (args.probe or args.data is not None):
+        raise Eagle3Error("--compare only decodes; leave out --probe and --data")
     workload = load_workload(args.prompts, args.limit)
     target, draft = load_draft_pair(args)
     ids, lengths = encode_workload(workload, target)
     prompts = [row[:length].tolist() for row, length in zip(ids, lengths, strict=True)]
     if args.probe:
         return _probe(args, draft, prompts)
+    if args.compare:
+        return _compare(args, draft, chain.length, workload.name, prompts)
     settings = (chain.length, args.max_new_tokens, args.temperature, args.context, args.seed)
     found = evaluate(draft, prompts, *settings, args.ttt_steps, args.batch_size)
     report: dict[str, Any] = {"target": target.name, "draft": draft.name, "prompts": workload.name, **found}
@@ -84,6 +102,65 @@ def run(args: argparse.Namespace) -> int:
         report["held_out"] = _held_out(args, draft)
     print(json.dumps(report) if args.json else "\n".join(_describe(report)))
     return 0
+
+
+def _compare(args: argparse.Namespace, draft: Any, chain: int, prompt_set: str, prompts: list[list[int]]) -> int:
+    from eagle3_jax.checkpoint.drafts import open_draft_folder
+    from eagle3_jax.checkpoint.narrow import stored_bytes
+    from eagle3_jax.checkpoint.public import locate_draft
+    from eagle3_jax.training.compare import compare
+
+    names = [args.draft or draft.name, *args.compare]
+    sizes = [stored_bytes(open_draft_folder(locate_draft(name)[1])) for name in names]
+    drafts = [draft, *(load_draft(args, name, draft.target) for name in args.compare)]
+    settings = (chain, args.max_new_tokens, args.temperature, args.context, args.seed, args.batch_size)
+    report = {
+        "target": draft.target.name,
+        "prompts": prompt_set,
+        "drafts": [
+            {"draft": name, "bytes": {**dataclasses.asdict(size), "ratio": size.ratio}}
+            for name, size in zip(names, sizes, strict=True)
+        ],
+        "comparison": compare(drafts, prompts, *settings),
+    }
+    print(json.dumps(report) if args.json else "\n".join(_describe_comparison(report)))
+    return 0
+
+
+def _describe_comparison(report: dict[str, Any]) -> list[str]:
+    """The report of --compare as two tables."""
+    from eagle3_jax.bench.report import columns
+
+    names = [draft["draft"] for draft in report["drafts"]]
+    header = ["draft", "bytes", "of quantised layers", "of these in bfloat16"]
+    rows = []
+    for name, size in zip(names, (draft["bytes"] for draft in report["drafts"]), strict=True):
+        narrow = ["-", "-"]
+        if size["ratio"] is not None:
+            narrow = [str(size["quantized"]), f"{size['quantized_as_bfloat16']} ({size['ratio']:.3f} of them)"]
+        rows.append([name, str(size["weights"]), *narrow])
+    lines = [f"{report['target']} on {report['prompts']}", "", *columns([header, *rows]), ""]
+    lines.append(f"differences to {names[0]}, with 95 % intervals:")
+    header = ["temperature", "context", "draft", "tokens a round", "difference", "accepted by position", "difference"]
+    rows = [
+        [
+            f"{cell['temperature']:g}",
+            str(cell["context"] or "-"),
+            name,
+            "-" if found["mean_acceptance_length"] is None else f"{found['mean_acceptance_length']:.3f}",
+            _change(found["difference"]["mean_acceptance_length"]) if "difference" in found else "-",
+            _shares(found["acceptance_per_position"]),
+            ", ".join(map(_change, found["difference"]["acceptance_per_position"])) if "difference" in found else "-",
+            f"{found['tokens_per_second']:.1f}",
+        ]
+        for cell in report["comparison"]
+        for name, found in zip(names, cell["drafts"], strict=True)
+    ]
+    return [*lines, *columns([[*header, "tok/s"], *rows])]
+
+
+def _change(found: dict[str, float] | None) -> str:
+    return "-" if found is None else f"{found['value']:+.3f} [{found['low']:+.3f}, {found['high']:+.3f}]"
 
 
 def _probe(args: argparse.Namespace, draft: Any, prompts: list[list[int]]) -> int:

@@ -256,8 +256,6 @@ def load_pair(args: argparse.Namespace) -> "tuple[Target, Draft | None]":
     Raises:
         Eagle3Error: a checkpoint that does not load, or draft flags where no draft is registered.
     """
-    import eagle3_jax as e3
-
     target = load_target(args)
     name = args.draft
     if name is None and not getattr(args, "no_draft", False):
@@ -267,11 +265,20 @@ def load_pair(args: argparse.Namespace) -> "tuple[Target, Draft | None]":
         if name is None and (args.draft_set or getattr(args, "speculation", None)):
             raise Eagle3Error(f"no draft is registered for {args.target}; name one with --draft")
         log.info("draft: %s", name or f"none is registered for {args.target}, decoding plainly")
-    if name is None:
-        return target, None
+    return target, None if name is None else load_draft(args, name, target)
+
+
+def load_draft(args: argparse.Namespace, name: str, target: "Target") -> "Draft":
+    """A draft of that name or folder, under --draft-set.
+
+    Raises:
+        Eagle3Error: whatever the loader refuses.
+    """
+    import eagle3_jax as e3
+
     settings = dict(args.draft_set)
     loading = {key: settings.pop(key) for key in ("widen", "activations") if key in settings}
-    return target, e3.load_draft(name, target, overrides=settings, **loading)
+    return e3.load_draft(name, target, overrides=settings, **loading)
 
 
 def load_draft_pair(args: argparse.Namespace) -> "tuple[Target, Draft]":

@@ -3,8 +3,10 @@
 Dimension letters: J training-time test steps, P padded prompt length, B rows, V vocabulary, Vd draft vocabulary.
 """
 
+import dataclasses
 import os
 import tempfile
+import time
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -63,11 +65,12 @@ def evaluate(
     decoding, text = [], []
     for temperature in temperatures:
         settings = (chain, max_new_tokens, temperature, seed, batch_size)
-        outputs, found = _decode(draft, prompts, *settings)
-        decoding.append({"context": None, **found})
+        alone = decode(draft, prompts, *settings)
+        outputs = alone.outputs
+        decoding.append({"context": None, **alone.report})
         for context in contexts:
-            _, found = _decode(draft, with_context(prompts, outputs, context), *settings)
-            decoding.append({"context": context, **found})
+            longer = decode(draft, with_context(prompts, outputs, context), *settings)
+            decoding.append({"context": context, **longer.report})
         chats = [
             Chat(
                 np.asarray([*prompt, *output], np.int32),
@@ -295,10 +298,23 @@ def evaluate_decoding(
         >>> evaluate_decoding(draft, prompts)["mean_acceptance_length"]  # doctest: +SKIP
         1.71
     """
-    return _decode(draft, prompts, chain, max_new_tokens, temperature, seed, batch_size)[1]
+    return decode(draft, prompts, chain, max_new_tokens, temperature, seed, batch_size).report
 
 
-def _decode(
+@dataclasses.dataclass(frozen=True)
+class Decoded:
+    """Decoded prompts.
+
+    Attributes:
+        outputs: the answer to each prompt. stats: counts of each prompt. report: as `evaluate_decoding` returns it.
+    """
+
+    outputs: list[list[int]]
+    stats: Stats
+    report: dict[str, Any]
+
+
+def decode(
     draft: Draft,
     prompts: Sequence[Sequence[int]],
     chain: int,
@@ -306,8 +322,13 @@ def _decode(
     temperature: float,
     seed: int,
     batch_size: int,
-) -> tuple[list[list[int]], dict[str, Any]]:
-    """The answer to each prompt, and what `evaluate_decoding` returns."""
+    timed: bool = False,
+) -> Decoded:
+    """Decode prompts; the arguments and errors of `evaluate_decoding`.
+
+    With `timed` the report has `tokens_per_second`, prefill included and compilation left out: the first batch is
+    decoded once more before the clock starts.
+    """
     if not prompts:
         raise Eagle3Error("no prompts to decode")
     target, count = draft.target, len(prompts)
@@ -320,23 +341,34 @@ def _decode(
     sampling = Sampling.make(size, temperature=temperature, eos_ids=target.eos_ids)
     # No longer than the context: the result is as wide as what is asked for.
     config = GenerationConfig(min(max_new_tokens, target.model.config.max_position), Chain(chain), transforms=())
-    outputs: list[list[int]] = []
-    stats: list[Stats] = []
-    for begin in range(0, count, size):
+
+    def run(begin: int) -> Any:
         # Always a full batch, so that one program serves; the repeated rows are not counted.
         pick = np.arange(begin, begin + size) % count
-        out = _generate(
-            target.params,
-            draft.params,
-            jnp.asarray(ids[pick]),
-            jnp.asarray(lengths[pick]),
-            keys[pick],
-            sampling,
-            target_model=target.model,
-            draft_model=draft.model,
-            config=config,
+        return jax.device_get(
+            _generate(
+                target.params,
+                draft.params,
+                jnp.asarray(ids[pick]),
+                jnp.asarray(lengths[pick]),
+                keys[pick],
+                sampling,
+                target_model=target.model,
+                draft_model=draft.model,
+                config=config,
+            )
         )
-        out = jax.tree.map(lambda x: np.asarray(x)[: count - begin], out)  # noqa: B023 - called at once
+
+    outputs: list[list[int]] = []
+    stats: list[Stats] = []
+    if timed:
+        run(0)
+    seconds, made = 0.0, 0
+    for begin in range(0, count, size):
+        started = time.perf_counter()
+        out = run(begin)
+        seconds, made = seconds + time.perf_counter() - started, made + int(out.lengths.sum())
+        out = jax.tree.map(lambda x: x[: count - begin], out)  # noqa: B023 - called at once
         if np.any(out.finish_reason == ERROR):
             raise Eagle3Error(
                 f"{target.name}: the logits have no finite maximum; the weights or their dtype are at fault"
@@ -346,4 +378,5 @@ def _decode(
     asked = {"chain": chain, "temperature": temperature, "seed": seed, "max_new_tokens": max_new_tokens}
     done = {"prompts": count, "new_tokens": sum(map(len, outputs))}
     every = jax.tree.map(lambda *parts: np.concatenate(parts), *stats)
-    return outputs, {**asked, **done, **acceptance(every)}
+    speed = {"tokens_per_second": made / seconds} if timed else {}
+    return Decoded(outputs, every, {**asked, **done, **acceptance(every), **speed})
