@@ -13,16 +13,17 @@ from eagle3_jax.checkpoint.dialects import DIALECTS
 from eagle3_jax.checkpoint.files import quote, reason
 from eagle3_jax.checkpoint.registry import configs_folder, locate
 from eagle3_jax.checkpoint.taps import IDS_FIELD, Taps, resolve_taps
-from eagle3_jax.config import Eagle3Config
+from eagle3_jax.config import Eagle3Config, Eagle3LatentConfig
 from eagle3_jax.errors import Eagle3Error
 
 _SIZES = """hidden_size intermediate_size num_heads num_kv_heads head_dim target_hidden_size vocab_size
-    draft_vocab_size max_position target_layers""".split()
+    draft_vocab_size max_position target_layers q_rank kv_rank nope_dim rope_dim value_dim""".split()
 _FLAGS = """norm_before_residual norm_before_fc fc_norm norm_output use_aux_hidden_state own_embedding
     latent""".split()
 _TEXTS = ("architecture", "dialect", "rope_scaling", "quantization", "odd")
 _NUMBERS = ("rope_theta", "rms_norm_eps")
 _NEEDED = ("hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "vocab_size")
+_LATENT = ("q_rank", "kv_rank", "nope_dim", "rope_dim")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,21 +54,22 @@ class PublicDraft:
         """Its shape, e.g. for `eagle3_jax.checkpoint.names.abstract_params`.
 
         Raises:
-            Eagle3Error: it is of latent attention, or a size is not known.
+            Eagle3Error: a size is not known.
         """
         known = self.fields
+        kind, extra, head = Eagle3Config, (), "head_dim"
         if known.get("latent"):
-            raise Eagle3Error(f"{self.name}: an MLA draft, which is not supported yet")
-        if missing := [name for name in (*_NEEDED, "head_dim", "draft_vocab_size") if name not in known]:
+            kind, extra, head = Eagle3LatentConfig, _LATENT, "value_dim"
+        if missing := [name for name in (*_NEEDED, *extra, head, "draft_vocab_size") if name not in known]:
             raise Eagle3Error(f"{self.name}: its {missing[0]} is not known")
-        sizes = {name: known[name] for name in _NEEDED}
+        sizes = {name: known[name] for name in (*_NEEDED, *extra)}
         flags = {name: known.get(name, False) for name in _FLAGS[:4]}
-        return Eagle3Config(
+        return kind(
             **sizes,
             **flags,
             draft_vocab_size=known["draft_vocab_size"] or known["vocab_size"],
             target_hidden_size=known.get("target_hidden_size") or known["hidden_size"],
-            head_dim=known["head_dim"] or known["hidden_size"] // known["num_heads"],
+            head_dim=known[head] or known["hidden_size"] // known["num_heads"],
             taps=self.taps().indices,
             shares_embedding=not known.get("own_embedding", False),
         )

@@ -54,7 +54,7 @@ PUBLISHED = {
     "q_lora_rank": Q_RANK,
     "qk_nope_head_dim": NOPE,
     "qk_rope_head_dim": ROPE,
-    "rms_norm_eps": 1e-5,
+    "rms_norm_eps": 1e-3,
     "rope_scaling": {
         "type": "yarn",
         "factor": 8.0,
@@ -141,7 +141,7 @@ def test_settings_come_from_the_config_and_fields_of_experts_say_nothing(draft: 
     assert isinstance(c, Eagle3LatentConfig) and c.taps == (2, 3, 4)
     assert (c.q_rank, c.kv_rank, c.nope_dim, c.rope_dim, c.head_dim) == (Q_RANK, RANK, NOPE, ROPE, VALUE)
     assert (c.num_heads, c.num_kv_heads, c.cache_row, c.rotary_dim) == (HEADS, HEADS, (1, RANK + ROPE), ROPE)
-    assert c.interleaved and c.latent_norm_eps == c.rms_norm_eps == 1e-5
+    assert c.interleaved and c.latent_norm_eps == c.rms_norm_eps == 1e-3
     assert (c.rope.kind, c.rope.theta, c.rope.mscale, c.rope.mscale_all_dim) == ("yarn", 100.0, 1.0, 0.7)
     assert not any("unknown" in warning for warning in draft.warnings)
 

@@ -5,7 +5,7 @@ from loading import target
 
 from eagle3_jax.checkpoint.dialects import LayerNames
 from eagle3_jax.checkpoint.drafts import load_draft
-from eagle3_jax.checkpoint.names import abstract_params, named_weights
+from eagle3_jax.checkpoint.names import HeadRows, abstract_params, named_weights
 from eagle3_jax.checkpoint.public import public_drafts
 from eagle3_jax.errors import Eagle3Error
 from eagle3_jax.models.eagle3 import Eagle3
@@ -52,8 +52,8 @@ UNKNOWN = {
 
 def test_every_draft_is_known_whole_or_known_to_be_unknown() -> None:
     assert public_drafts().keys() == {*PUBLISHED, *MLA, *UNKNOWN}
-    for name in MLA:
-        with pytest.raises(Eagle3Error, match="an MLA draft"):
+    for name in MLA[1:]:
+        with pytest.raises(Eagle3Error, match="is not known"):
             public_drafts()[name].config()
     for name, what in UNKNOWN.items():
         with pytest.raises(Eagle3Error, match=what):
@@ -91,6 +91,33 @@ def test_values_and_shapes(name: str) -> None:
         expected["input_norm.weight"] = (3 * width,)
     assert found == expected
     assert ("target_ids" in params) == (draft_vocab < vocab)
+
+
+def test_shapes_of_an_mla_draft() -> None:
+    config = public_drafts()[MLA[0]].config()
+    assert config.taps == (2, 30, 58) and config.cache_row == (1, 576)
+    names = LayerNames("layers.0.", latent=(128, 128)).key_map()
+    found = {}
+    for path, weight in named_weights(abstract_params(Eagle3(config))).items():
+        place = names.place(path)
+        shape = place.stored_shape(weight) if isinstance(place, HeadRows) else weight.shape[::-1]
+        found[names.file_name(path)] = shape
+    attention, width = "layers.0.self_attn.", 7168
+    assert found == {
+        f"{attention}q_a_proj.weight": (1536, 2 * width),
+        f"{attention}q_a_layernorm.weight": (1536,),
+        f"{attention}q_b_proj.weight": (64 * 192, 1536),
+        f"{attention}kv_a_proj_with_mqa.weight": (576, 2 * width),
+        f"{attention}kv_a_layernorm.weight": (512,),
+        f"{attention}kv_b_proj.weight": (64 * 256, 512),
+        f"{attention}o_proj.weight": (width, 64 * 128),
+        **{f"layers.0.mlp.{x}_proj.weight": (18432, width) for x in ("gate", "up")},
+        "layers.0.mlp.down_proj.weight": (width, 18432),
+        **{f"layers.0.{x}.weight": (width,) for x in ("input_layernorm", "hidden_norm", "post_attention_layernorm")},
+        "fc.weight": (width, 3 * width),
+        "norm.weight": (width,),
+        "lm_head.weight": (163840, width),
+    }
 
 
 def test_other_known_settings() -> None:
