@@ -1,9 +1,9 @@
-"""Drafts from one dialect into another, tensor by tensor: no weight is rounded."""
+"""Drafts from one dialect into another, or with a smaller head, tensor by tensor: no weight is rounded."""
 
 import dataclasses
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -34,21 +34,26 @@ def convert_draft(
     dialect: str,
     target: str | os.PathLike[str] | None = None,
     overrides: Mapping[str, Any] | None = None,
+    vocabulary: Callable[[int], np.ndarray] | None = None,
 ) -> ParsedDraft:
     """Write a draft in another dialect. Tensors keep their bits.
+
+    With `vocabulary` the head keeps only some of its rows, as FR-Spec (arXiv 2502.14856) has it: the draft reads less
+    and proposes fewer words, and what is emitted stays the target's.
 
     Args:
         path: as `eagle3_jax.load_draft` takes it. out: the folder to write.
         dialect: one of `eagle3_jax.checkpoint.dialects.DIALECTS`.
         target: the target, as `load_target` takes it; not needed where the draft's own files say all.
         overrides: settings that win over the file's, as in `load_draft`; the new files say them.
+        vocabulary: of V, the target's vocabulary: the target's ids that the head keeps, int [Vd], ascending.
 
     Returns:
         What the draft is.
 
     Raises:
-        Eagle3Error: whatever loading refuses; taps that the files leave open; narrow weights; or a dialect that
-            cannot say what the draft is.
+        Eagle3Error: whatever loading refuses; taps that the files leave open; narrow weights; a dialect that cannot
+            say what the draft is; or a head that is reduced already or the target's.
 
     Example:
         >>> convert_draft("my-draft", "my-speculator", "speculators")  # doctest: +SKIP
@@ -69,6 +74,9 @@ def convert_draft(
         if FILLED_IN.items() <= source.metadata.items():
             del tensors["embed/weight"]
             parsed = dataclasses.replace(parsed, config=dataclasses.replace(parsed.config, shares_embedding=True))
+    if vocabulary is not None:
+        ids = np.asarray(vocabulary(parsed.config.vocab_size))
+        tensors, parsed = _reduced(tensors, parsed, ids, where)
     settings = flatten(config, where)[0] if is_speculators(config) else config
     length = Fields(settings, where).size("max_position_embeddings", 2048)
     dtype = _DTYPE_NAMES.get(tensors["attention/o/weight"].dtype, "float32")
@@ -78,6 +86,24 @@ def convert_draft(
         embedding = read_target_embedding(target)
     write_draft(out, tensors, ids, parsed.config, dialect, dtype, length, verifier or name, embedding)
     return parsed
+
+
+def _reduced(
+    tensors: Mapping[str, np.ndarray], parsed: ParsedDraft, ids: np.ndarray, where: str
+) -> tuple[dict[str, np.ndarray], ParsedDraft]:
+    """The draft with only the head's rows of these target ids."""
+    c = parsed.config
+    if c.shares_head:
+        raise Eagle3Error(f"{where}: the draft's head is its target's; only a head of its own can be reduced")
+    if c.draft_vocab_size < c.vocab_size:
+        raise Eagle3Error(
+            f"{where}: the head has {c.draft_vocab_size} of the target's {c.vocab_size} tokens already; give a draft "
+            "with all of them"
+        )
+    if len(ids) >= c.vocab_size:
+        raise Eagle3Error(f"{where}: a head of {len(ids)} tokens is no smaller than the target's {c.vocab_size}")
+    config = dataclasses.replace(c, draft_vocab_size=len(ids))
+    return {**tensors, "head/weight": tensors["head/weight"][ids]}, dataclasses.replace(parsed, config=config)
 
 
 def guess_target(config: Mapping[str, Any], source: DraftTensors, where: str) -> TargetFacts:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from eagle3_jax.checkpoint.files import atomic_file, reason, refusing_io
+from eagle3_jax.checkpoint.files import atomic_file, read_json_value, reason, refusing_io
 from eagle3_jax.errors import Eagle3Error
 
 PADDING = -1
@@ -218,10 +218,45 @@ def draft_vocabulary(chats: Sequence[Chat], size: int, vocab_size: int) -> np.nd
     Raises:
         Eagle3Error: a size outside [1, vocab_size], or tokens outside the vocabulary.
     """
-    if not 1 <= size <= vocab_size:
-        raise Eagle3Error(f"a draft vocabulary of {size} tokens does not fit a vocabulary of {vocab_size}")
-    counts = token_counts(chats, vocab_size)
+    return most_frequent(token_counts(chats, vocab_size), size)
+
+
+def most_frequent(counts: np.ndarray, size: int) -> np.ndarray:
+    """The `size` tokens with the highest counts [V] (ties: lower id first), ascending: int32 [size].
+
+    Raises:
+        Eagle3Error: a size outside [1, V].
+    """
+    if not 1 <= size <= len(counts):
+        raise Eagle3Error(f"a draft vocabulary of {size} tokens does not fit a vocabulary of {len(counts)}")
     return np.sort(np.argsort(-counts, kind="stable")[:size]).astype(np.int32)
+
+
+def read_frequencies(path: str | os.PathLike[str], vocab_size: int) -> np.ndarray:
+    """How often the target says each of its tokens: int64 [V].
+
+    Args:
+        path: a JSON list with one count for each id; or a token shard or a folder of them, in which the
+            assistant's tokens are counted.
+        vocab_size: V, the target's vocabulary.
+
+    Raises:
+        Eagle3Error: nothing there, no such list, one of another length, tokens of another tokenizer, or no token
+            counted at all.
+    """
+    path = Path(path)
+    if path.is_dir() or path.suffix == ".npz":
+        counts = token_counts(read_chats(path), vocab_size)
+    else:
+        value = read_json_value(path)
+        if not isinstance(value, list) or not all(type(n) is int and 0 <= n < 2**53 for n in value):
+            raise Eagle3Error(f"{path}: is no list of counts; a whole number from 0 for each token id is needed")
+        if len(value) != vocab_size:
+            raise Eagle3Error(f"{path}: has counts of {len(value)} tokens; the target has {vocab_size}")
+        counts = np.asarray(value, np.int64)
+    if not counts.any():
+        raise Eagle3Error(f"{path}: counts no token; frequencies of the target's answers are needed")
+    return counts
 
 
 def token_counts(chats: Sequence[Chat], vocab_size: int) -> np.ndarray:
