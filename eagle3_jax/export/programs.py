@@ -55,6 +55,7 @@ class Program:
         dtype: of activations and of weights that are in no narrow format.
         target_format, draft_format: narrow format of the matrices, a key of `NARROW_FORMATS`; None is `dtype`.
         target_kept, draft_kept: regular expressions of modules that stay in `dtype`.
+        layout: of matrices in no narrow format: "kn", as the loaders keep them, or "nk".
         layers: only so many of the target's layers; None is all.
         mesh: sizes of the axes "data" and "model".
     """
@@ -75,6 +76,7 @@ class Program:
     draft_format: str | None = None
     target_kept: tuple[str, ...] = KEPT
     draft_kept: tuple[str, ...] = KEPT
+    layout: str = "kn"
     layers: int | None = None
     mesh: tuple[int, int] = (1, 1)
 
@@ -83,6 +85,8 @@ class Program:
         if self.what not in WHAT:
             raise Eagle3Error(f"{self.what!r:.40} cannot be exported; what is one of {', '.join(WHAT)}")
         check_dtype(self.dtype)
+        if self.layout not in ("kn", "nk"):
+            raise Eagle3Error(f"layout {self.layout!r:.40} is not known; use kn or nk")
         if min(self.batch, self.prompt, *self.mesh) < 1:
             raise Eagle3Error(f"batch {self.batch}, prompt {self.prompt}, mesh {self.mesh}: sizes from 1 are needed")
 
@@ -269,6 +273,7 @@ def abstract_draft(program: Program, target: Decoder) -> Eagle3:
 
 def _narrowed(module: Any, config: Any, program: Program, side: str) -> Any:
     """A module whose matrices, but those to be kept, are in the program's narrow format for that side."""
+    config = dataclasses.replace(config, weights=dataclasses.replace(config.weights, layout=program.layout))
     name, kept = getattr(program, f"{side}_format"), getattr(program, f"{side}_kept")
     if name is None:
         return module(config)

@@ -7,6 +7,7 @@ changes what devices JAX finds, and because it may end the process.
 import dataclasses
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -16,7 +17,7 @@ from typing import Any
 
 from eagle3_jax.errors import Eagle3Error
 from eagle3_jax.export.chips import CHIPS
-from eagle3_jax.export.programs import Program, lower
+from eagle3_jax.export.programs import Program, abstract_draft, abstract_target, lower
 from eagle3_jax.export.toolchain import CALLED, prepare
 
 NOTE = (
@@ -53,8 +54,7 @@ def compile_for_chip(
         The report, ready for JSON: `note`, `program`, `chip`, `options`, `versions`, `seconds`, `stablehlo_sha256`,
         `code_objects` (kernels, ELF machine and flags, target, matrix instructions), `matrix_instructions` in all,
         `collectives`, `library_calls`, `aliases`, `bytes_per_device` by kind, `copies` of pools, weights and
-        single experts,
-        `widened` (arrays of a weight's dimensions and a wider dtype), `largest` arrays computed.
+        single experts, `widened` (arrays of a weight's dimensions and a wider dtype), `largest` arrays computed.
 
     Raises:
         Eagle3Error: an unknown chip, a compiler that cannot be had, or a program that it does not compile.
@@ -66,6 +66,10 @@ def compile_for_chip(
     """
     if chip not in CHIPS:
         raise Eagle3Error(f"chip {chip!r:.40} is not known; known chips are {', '.join(CHIPS)}")
+    # Refused before anything is fetched.
+    target = abstract_target(program)
+    if program.draft is not None:
+        abstract_draft(program, target)
     tools = prepare()
     with tempfile.TemporaryDirectory(prefix="eagle3-rocm-") as name:
         work = Path(name)
@@ -124,5 +128,6 @@ def _reason(done: subprocess.CompletedProcess[str]) -> str:
     lines = [line for line in done.stderr.splitlines() if line.strip()]
     if calls := [line for line in lines if CALLED in line]:
         return f"the compiler asked a GPU for {calls[0].partition(CALLED)[2].strip()}, and there is none"
-    errors = [line for line in lines if "Error: " in line]
-    return (errors or lines or [f"the compiler ended with code {done.returncode}"])[-1]
+    errors = [line for line in lines if re.match(r"[\w.]+Error: ", line)]
+    # A crash leaves only the compiler's chatter.
+    return errors[-1].partition(": ")[2] if errors else f"the compiler ended with code {done.returncode}"

@@ -3,6 +3,7 @@
 import dataclasses
 import hashlib
 import json
+import subprocess
 from pathlib import Path
 
 import jax
@@ -21,7 +22,7 @@ from eagle3_jax.decoding.sampling import Sampling
 from eagle3_jax.errors import Eagle3Error
 from eagle3_jax.export.portable import export_program
 from eagle3_jax.export.programs import Program, abstract_draft, abstract_target, build, lower
-from eagle3_jax.export.rocm import compile_for_chip, is_fresh
+from eagle3_jax.export.rocm import _reason, compile_for_chip, is_fresh
 from eagle3_jax.quant.weight import named_weights
 
 CONFIG = {
@@ -99,6 +100,14 @@ def test_narrow_formats_go_to_all_matrices_but_the_kept(program: Program) -> Non
     assert draft["mlp/up/weight"].activations == "fp8_token"
 
 
+def test_the_layout_is_that_of_all_plain_matrices(program: Program) -> None:
+    turned = dataclasses.replace(program, layout="nk", draft_format="fp8_channel")
+    target = abstract_target(turned)
+    weights = named_weights(abstract_params(target)) | named_weights(abstract_params(abstract_draft(turned, target)))
+    assert {weight.layout for weight in weights.values()} == {"n", "nk"}
+    assert weights["layers_0/mlp/up/weight"].value.shape == (32, 24)
+
+
 def test_fewer_layers_than_the_config_names(program: Program) -> None:
     assert abstract_target(dataclasses.replace(program, layers=1)).config.num_layers == 1
     with pytest.raises(Eagle3Error, match=r"4 layers: .* has 3"):
@@ -110,6 +119,7 @@ def test_fewer_layers_than_the_config_names(program: Program) -> None:
     [
         ({"what": "train"}, "'train' cannot be exported; what is one of prefill, round, generate"),
         ({"batch": 0}, "sizes from 1 are needed"),
+        ({"layout": "nn"}, "layout 'nn' is not known"),
         ({"dtype": "int8"}, "int8"),
         ({"max_new_tokens": 121}, "129 tokens pass the target's context of 128"),
         ({"draft_settings": {"colour": 1}}, "a new draft has no setting 'colour'"),
@@ -122,6 +132,19 @@ def test_fewer_layers_than_the_config_names(program: Program) -> None:
 def test_what_is_no_program_is_refused(program: Program, changes: dict, message: str) -> None:
     with pytest.raises(Eagle3Error, match=message):
         lower(dataclasses.replace(program, **changes))
+
+
+@pytest.mark.parametrize(
+    ("stderr", "code", "message"),
+    [
+        ("W1130 chatter\nTraceback\neagle3_jax.errors.Eagle3Error: too wide\n", 1, "too wide"),
+        ("jax.errors.JaxRuntimeError: INTERNAL: no such GEMM\n\tsuspected place\n", 1, "INTERNAL: no such GEMM"),
+        ("stand-in called: hipInit\n*** aborted\n", -6, "the compiler asked a GPU for hipInit, and there is none"),
+        ("F1130 check failed: x\n", -6, "the compiler ended with code -6"),
+    ],
+)
+def test_why_a_compilation_failed_is_one_line(stderr: str, code: int, message: str) -> None:
+    assert _reason(subprocess.CompletedProcess([], code, "", stderr)) == message
 
 
 def test_an_unknown_chip_is_refused(program: Program) -> None:
