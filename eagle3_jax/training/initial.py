@@ -100,7 +100,8 @@ def _copy_layer(params: dict[str, Any], layer: Any, config: Eagle3Config) -> Non
     params["hidden_norm"] = _copied(params["hidden_norm"], layer["attention_norm"])
     params["mlp_norm"] = _copied(params["mlp_norm"], layer["mlp_norm"])
     ours, theirs = dict(params["attention"]), layer["attention"]
-    if set("qkv") <= set(ours) and all(_fits(theirs, name, (config.hidden_size, ours[name]["weight"].shape[1])) for name in "qkv"):
+    widths = {name: ours[name]["weight"].shape[1] for name in "qkv" if name in ours}
+    if len(widths) == 3 and all(_fits(theirs, name, (config.hidden_size, n)) for name, n in widths.items()):
         for name in "qkv":
             random_half = _matrix(ours[name]["weight"])[: config.hidden_size]
             feature_half = _matrix(theirs[name]["weight"]).astype(random_half.dtype)

@@ -19,6 +19,7 @@ from eagle3_jax.checkpoint.drafts import Draft, load_draft, save_draft
 from eagle3_jax.config import Eagle3LatentConfig
 from eagle3_jax.errors import Eagle3Error
 from eagle3_jax.models.eagle3 import Eagle3, shared_weights
+from eagle3_jax.training.initial import init_draft
 from eagle3_jax.training.loss import Batch, LossConfig, ttt_loss, ttt_outputs
 
 ON = "deepseek_v3_kimi"
@@ -266,3 +267,13 @@ def test_training_unrolls_the_chain_and_reaches_every_weight(draft: Draft, folde
         chained = hidden(folder, np.concatenate([g[: t + 1], first[t : t + 1]]), ids[: t + 2])[-1]
         assert np.abs(y1[0, t] - chained).max() < 5e-4
     assert all(np.abs(np.asarray(x)).max() > 0 for x in jax.tree.leaves(gradients))
+
+
+def test_a_fresh_draft_takes_what_fits_from_its_target(draft: Draft) -> None:
+    """Its attention reads twice the width and stays random; the widths of the MLPs differ here."""
+    on = target(ON)
+    params = init_draft(draft.model, jax.random.key(0), on.params, np.arange(DRAFT_VOCAB, dtype=np.int32), True)
+    last = on.params["layers_3"]
+    for ours, theirs in (("hidden_norm", "attention_norm"), ("mlp_norm", "mlp_norm")):
+        np.testing.assert_array_equal(params[ours]["weight"].value, last[theirs]["weight"].value)
+    assert jax.tree.map(jnp.shape, params["attention"]) == jax.tree.map(jnp.shape, draft.params["attention"])
