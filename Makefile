@@ -111,6 +111,7 @@ rocm-report: venv
 	$(ROCM_EXPORT) $(LLAMA) --draft-format fp8_channel --report $(ROCM_REPORTS)/llama-3.1-8b-fp8-draft.json
 	$(ROCM_EXPORT) $(KIMI) --report $(ROCM_REPORTS)/kimi-k2.5-2-layers.json
 	$(ROCM_EXPORT) $(KIMI) --draft-format fp8_channel --report $(ROCM_REPORTS)/kimi-k2.5-2-layers-fp8-draft.json
+	$(ROCM_EXPORT) --target minimax-m2.5 --target-format fp8_block $(ROCM_LOAD) 64 --report $(ROCM_REPORTS)/minimax-m2.5-plain.json
 	$(ROCM_EXPORT) $(MINIMAX) --report $(ROCM_REPORTS)/minimax-m2.5-1-layer.json
 	$(ROCM_EXPORT) $(MINIMAX) --gemm-tile 64x64x64 --report $(ROCM_REPORTS)/minimax-m2.5-1-layer-tiled.json
 
