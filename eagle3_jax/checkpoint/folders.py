@@ -3,7 +3,7 @@
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -92,17 +92,22 @@ def rope_fields(rope: RopeConfig) -> dict[str, Any]:
 
 
 @contextmanager
-def atomic_folder(path: str | os.PathLike[str]) -> Iterator[Path]:
+def atomic_folder(path: str | os.PathLike[str], foreign: Collection[str] = ()) -> Iterator[Path]:
     """Fill a new folder that takes its name only once it is complete.
 
-    A folder of that name is replaced: its files of the same names by the new ones, while its others stay.
+    A folder of that name is replaced: its files of the same names by the new ones, while its others stay. Where the
+    name is a link, the folder behind it is replaced.
+
+    Args:
+        path: the folder.
+        foreign: names of files that a loader would read beside the new ones; an old folder's must not stay.
 
     Raises:
-        Eagle3Error: the folder cannot be written; the old one, if any, is whole.
+        Eagle3Error: the folder cannot be written, or has a foreign file; the old one, if any, is whole.
     """
-    final = Path(path).absolute()
-    temporary = None
+    final, temporary = Path(path), None
     try:
+        final = Path(os.path.realpath(path))
         if final.exists() and not final.is_dir():
             raise Eagle3Error(f"{final}: is a file; give the path of a new folder")
         final.parent.mkdir(parents=True, exist_ok=True)
@@ -110,6 +115,9 @@ def atomic_folder(path: str | os.PathLike[str]) -> Iterator[Path]:
         new, old = temporary / "new", temporary / "old"
         new.mkdir()  # not the folder of tempfile, which is private to the user
         yield new
+        for name in foreign:
+            if (final / name).exists() and not (new / name).exists():
+                raise Eagle3Error(f"{final}: has {name}, which would be read with the new files; give a new folder")
         if final.exists():
             final.rename(old)
         new.rename(final)

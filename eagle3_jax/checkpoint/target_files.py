@@ -10,9 +10,9 @@ from eagle3_jax.checkpoint.files import refusing_io, write_json_atomic
 from eagle3_jax.checkpoint.folders import atomic_folder, is_draft, read_config
 from eagle3_jax.checkpoint.gguf import GGUFSource
 from eagle3_jax.checkpoint.names import FORMATS, check_dtype, check_finite, lay
-from eagle3_jax.checkpoint.orbax import is_orbax_folder
+from eagle3_jax.checkpoint.orbax import META_FILE, is_orbax_folder
 from eagle3_jax.checkpoint.registry import entries, locate
-from eagle3_jax.checkpoint.targets import Target, copy_tokenizer
+from eagle3_jax.checkpoint.targets import TEXT_FILES, Target, copy_tokenizer
 from eagle3_jax.checkpoint.tensors import SINGLE_FILE, open_checkpoint_folder, write_safetensors
 from eagle3_jax.config import DecoderConfig
 from eagle3_jax.errors import Eagle3Error
@@ -96,7 +96,7 @@ def save_target_folder(target: Target, path: str | os.PathLike[str], dtype: str 
     fields = config_fields(config) | ({} if dtype is None else {"torch_dtype": dtype})
     if target.eos_ids:
         fields["eos_token_id"] = list(target.eos_ids)
-    with atomic_folder(path) as folder:
+    with atomic_folder(path, (META_FILE, *TEXT_FILES)) as folder:
         write_safetensors(folder / SINGLE_FILE, tensors, {"format": "pt"})
         write_json_atomic(folder / "config.json", fields)
         if target.tokenizer is not None and target.source is not None:

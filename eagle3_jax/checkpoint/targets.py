@@ -41,6 +41,8 @@ _TOKENIZER_FILES = (
     "chat_template.json",
 )
 _GGUF_TOKENIZER_FILE = "tokenizer.gguf.json"
+TEXT_FILES = (*_TOKENIZER_FILES, _GGUF_TOKENIZER_FILE, "generation_config.json")
+"""What a target's folder says of text and stop ids beside config.json."""
 
 
 @dataclasses.dataclass
@@ -258,7 +260,7 @@ def save_target_orbax(target: Target, path: str | os.PathLike[str]) -> None:
                 f"{path}: weight {place} is {found.format} {found.layout}; only float weights in their default "
                 "layout, and narrow ones, can be saved with Orbax"
             )
-    with atomic_folder(path) as folder:
+    with atomic_folder(path, TEXT_FILES) as folder:
         write_params(folder, target.params, "target", config.dtype)
         fields = config_fields(config)
         if target.eos_ids:

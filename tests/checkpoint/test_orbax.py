@@ -14,6 +14,7 @@ from loading import TARGETS, edited, put, target
 
 from eagle3_jax.checkpoint import targets
 from eagle3_jax.checkpoint.orbax import META_FILE
+from eagle3_jax.checkpoint.target_files import save_target_folder
 from eagle3_jax.checkpoint.targets import Target, load_target, save_target_orbax
 from eagle3_jax.errors import Eagle3Error
 
@@ -147,3 +148,23 @@ def test_an_interrupted_save_leaves_nothing_or_the_old_one(
             save_target_orbax(target("llama_tied"), tmp_path / name)
     assert [entry.name for entry in tmp_path.iterdir()] == ["saved"]
     assert_equal(load_target(tmp_path / "saved"), target("llama_gqa_rope3"))
+
+
+def test_a_linked_folder_is_replaced_behind_its_link(saved: Path, tmp_path: Path) -> None:
+    real, link = tmp_path / "real", tmp_path / "link"
+    real.mkdir()
+    (real / "notes.txt").write_text("mine")
+    link.symlink_to(real)
+    save_target_orbax(load_target(saved), link)
+    assert link.is_symlink() and (real / META_FILE).is_file() and (real / "notes.txt").read_text() == "mine"
+
+
+@pytest.mark.parametrize("left", [META_FILE, "generation_config.json", "tokenizer.json"])
+def test_another_targets_files_are_never_read_with_the_new_ones(left: str, saved: Path, tmp_path: Path) -> None:
+    """An Orbax folder's weights would be loaded instead of the new ones; another model's stop ids would be used."""
+    (tmp_path / left).write_text("{}")
+    (tmp_path / "config.json").write_text("old")
+    with pytest.raises(Eagle3Error, match=f"has {re.escape(left)}, which would be read with the new files"):
+        save_target_folder(load_target(saved), tmp_path)
+    assert sorted(file.name for file in tmp_path.iterdir()) == sorted(["config.json", left])
+    assert (tmp_path / "config.json").read_text() == "old"
