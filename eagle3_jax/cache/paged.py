@@ -9,11 +9,48 @@ Dimension letters: B rows, T new tokens, M blocks of a row, S slots, R rows and 
 of a token (a config's `cache_row`), C tokens of a chunk.
 """
 
+import math
+
 import jax.numpy as jnp
 from flax import struct
-from jax import Array
+from jax import Array, lax
 
 from eagle3_jax.errors import Eagle3Error
+from eagle3_jax.quant.fp8 import saturating_cast
+
+CACHE_FORMATS = ("fp8",)
+"""Formats of pools that are narrower than the model."""
+
+
+@struct.dataclass
+class Fp8Pool:
+    """A pool of FP8 numbers (e4m3fn) with one scale, kept as their bits.
+
+    A pool of a narrow float would be widened by XLA's CPU back end, as a whole, in every pass.
+
+    Attributes:
+        bits: uint8 [S, R, D]. scale: what the numbers are multiplied by.
+    """
+
+    bits: Array
+    scale: float = struct.field(pytree_node=False, default=1.0)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """(S, R, D)."""
+        return self.bits.shape
+
+    def encode(self, values: Array) -> Array:
+        """Bits uint8 [...] of values [...]: the nearest number, at most 448 scales; NaN stays NaN."""
+        return lax.bitcast_convert_type(saturating_cast(values.astype(jnp.float32) / self.scale), jnp.uint8)
+
+    def decode(self, bits: Array) -> Array:
+        """Values float32 [...] of bits uint8 [...]."""
+        return lax.bitcast_convert_type(bits, jnp.float8_e4m3fn).astype(jnp.float32) * self.scale
+
+
+Pool = Array | Fp8Pool
+"""What a layer keeps: an array [S, R, D], or its FP8 codes."""
 
 
 @struct.dataclass
@@ -94,17 +131,46 @@ def check_page_size(name: str, page_size: object, block_size: int) -> None:
         raise Eagle3Error(f"{name} is {page_size!r:.80}; a divisor of the block size {block_size} is needed")
 
 
-def make_pools(num_layers: int, slots: int, rows: int, width: int, dtype: str) -> tuple[Array, ...]:
-    """Zeroed pools, one [S, R, D] per layer.
+def check_cache_format(name: str, format: object, scales: object) -> None:
+    """Refuse a format of pools that is not known, and scales that are none.
 
     Raises:
-        Eagle3Error: a pool would pass 2**31 elements, the reach of a 32-bit offset.
+        Eagle3Error: with `name` as its subject.
+    """
+    if format is not None and format not in CACHE_FORMATS:
+        raise Eagle3Error(f"{name} is {format!r:.80}; None or {', '.join(CACHE_FORMATS)} is needed")
+    sound = isinstance(scales, tuple) and all(type(x) is float and x > 0 and math.isfinite(x) for x in scales)
+    if not sound or (scales and format is None):
+        raise Eagle3Error(f"{name} is {format!r:.80} with scales {scales!r:.80}; fp8 takes a tuple of positive floats")
+
+
+def make_pools(
+    num_layers: int,
+    slots: int,
+    rows: int,
+    width: int,
+    dtype: str,
+    format: str | None = None,
+    scales: tuple[float, ...] = (),
+) -> tuple[Pool, ...]:
+    """Zeroed pools, one [S, R, D] per layer.
+
+    Args:
+        num_layers, slots, rows, width: the pools and their shape. dtype: of what they keep.
+        format: None, or "fp8": codes with a scale for each pool. scales: of the pools; () is 1 for each.
+
+    Raises:
+        Eagle3Error: a pool would pass 2**31 elements, the reach of a 32-bit offset; or another number of scales.
     """
     if slots * rows * width >= 2**31:
         raise Eagle3Error(
             f"a cache pool of {slots} x {rows} x {width} elements passes 2**31; use fewer rows or a shorter context"
         )
-    return tuple(jnp.zeros((slots, rows, width), dtype) for _ in range(num_layers))
+    if format is None:
+        return tuple(jnp.zeros((slots, rows, width), dtype) for _ in range(num_layers))
+    if scales and len(scales) != num_layers:
+        raise Eagle3Error(f"there are {len(scales)} cache scales; one for each of {num_layers} layers is needed")
+    return tuple(Fp8Pool(jnp.zeros((slots, rows, width), jnp.uint8), scale) for scale in scales or (1.0,) * num_layers)
 
 
 @struct.dataclass
@@ -168,18 +234,27 @@ def slot_of(table: Array, positions: Array, block_size: int) -> Array:
     return jnp.where(block < table.shape[1], slots, jnp.iinfo(jnp.int32).max)
 
 
-def write(pool: Array, slots: Array, values: Array) -> Array:
+def as_kept(pool: Pool, values: Array) -> Array:
+    """What reading values [...] back from a pool will give, in their dtype."""
+    return pool.decode(pool.encode(values)).astype(values.dtype) if isinstance(pool, Fp8Pool) else values
+
+
+def write(pool: Pool, slots: Array, values: Array) -> Pool:
     """Store values [B, T, R, D] at slots [B, T] of a pool [S, R, D]; slots past the pool are dropped."""
+    if isinstance(pool, Fp8Pool):
+        return pool.replace(bits=write(pool.bits, slots, pool.encode(values)))
     flat = values.reshape(-1, *values.shape[2:]).astype(pool.dtype)
     return pool.at[slots.reshape(-1)].set(flat, mode="drop")
 
 
-def read_chunk(pool: Array, step: Step, chunk: Array | int, chunk_size: int) -> Array:
+def read_chunk(pool: Pool, step: Step, chunk: Array | int, chunk_size: int) -> Array:
     """Gather tokens chunk * C .. chunk * C + C - 1 of every row: [B, C, R, D].
 
     Whole pages are gathered; tokens a row does not have come back as some other slot's content and must be
     masked by the caller.
     """
+    if isinstance(pool, Fp8Pool):
+        return pool.decode(read_chunk(pool.bits, step, chunk, chunk_size))
     page, per_block = step.page_size, step.block_size // step.page_size
     first = chunk * (chunk_size // page) + jnp.arange(chunk_size // page, dtype=jnp.int32)
     block = jnp.minimum(first // per_block, step.table.shape[1] - 1)

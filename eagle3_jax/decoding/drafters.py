@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from flax import struct
 from jax import Array
 
-from eagle3_jax.cache.paged import chain_step, make_pools
+from eagle3_jax.cache.paged import Pool, chain_step, make_pools
 from eagle3_jax.models.attention import paged_attention
 from eagle3_jax.models.eagle3 import Eagle3, shared_weights
 from eagle3_jax.models.layers import apply
@@ -116,20 +116,23 @@ class Eagle3Drafter:
     Attributes:
         model: the draft.
         page_size: tokens its attention gathers as one unit; None is a block.
+        cache_format, cache_scales: of its cache, see `eagle3_jax.cache.paged.make_pools`.
     """
 
     model: Eagle3
     page_size: int | None = None
+    cache_format: str | None = None
+    cache_scales: tuple[float, ...] = ()
 
     @property
     def taps(self) -> tuple[int, ...]:
         """The draft's taps."""
         return self.model.config.taps
 
-    def make_cache(self, slots: int) -> tuple[Array, ...]:
+    def make_cache(self, slots: int) -> tuple[Pool, ...]:
         """One pool [S, R, D] of cache rows for each layer of the draft."""
         c = self.model.config
-        return make_pools(c.num_layers, slots, *c.cache_row, c.dtype)
+        return make_pools(c.num_layers, slots, *c.cache_row, c.dtype, self.cache_format, self.cache_scales)
 
     def extend(self, params: tuple[Any, Any], cache: tuple, rows: Verified, block_size: int) -> tuple:
         """Write the verified rows' keys and values from true features."""

@@ -344,7 +344,9 @@ def _initial_state(setup: Setup, token_ids: Array, lengths: Array, keys: Array, 
         limit=limit,
         keys=keys,
         table=table,
-        pools=make_pools(model.num_layers, slots, *model.cache_row, model.dtype),
+        pools=make_pools(
+            model.num_layers, slots, *model.cache_row, model.dtype, config.cache_format, config.cache_scales
+        ),
         draft_cache=setup.drafter.make_cache(slots),
         pending=pending,
         history=history,
@@ -430,7 +432,7 @@ def _drafter(draft_model: Eagle3 | Drafter | None, target_model: Decoder, config
     """The drafter of a draft model that fits the target; None drafts nothing."""
     if isinstance(draft_model, Eagle3):
         check_pair(draft_model.config, target_model.config)
-        return Eagle3Drafter(draft_model, config.draft_page_size)
+        return Eagle3Drafter(draft_model, config.draft_page_size, config.draft_cache_format, config.draft_cache_scales)
     drafter = NoDrafter() if draft_model is None else draft_model
     if config.draft_page_size is not None and not isinstance(drafter, NoDrafter):
         raise Eagle3Error("draft_page_size is for an Eagle3 module; give other drafters their own page size")

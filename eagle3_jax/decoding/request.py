@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from eagle3_jax.cache.paged import check_page_size
+from eagle3_jax.cache.paged import check_cache_format, check_page_size
 from eagle3_jax.config import DecoderConfig, Eagle3Config
 from eagle3_jax.decoding.sampling import TRANSFORMS, Sampling, check_transforms, used_transforms
 from eagle3_jax.errors import Eagle3Error
@@ -60,9 +60,14 @@ class GenerationConfig:
             a block. Each divides the block size: pages are views of the blocks, so that kernels which want other
             page sizes, such as 1 for latent attention and 16 or 64 for a draft's, share one table.
         pad_id: fills `Generation.tokens` after a row's end.
+        cache_format, draft_cache_format: how the target's and the draft's cache keep numbers; None is as the model
+            computes, "fp8" is e4m3fn. The target's decides about the text, for plain and speculative decoding alike.
+        cache_scales, draft_cache_scales: of FP8 caches, one a layer; () is 1 for each. Numbers from 2**-6 to 448
+            times the scale keep four binary digits.
 
     Raises:
-        Eagle3Error: a size below 1, pages that do not fill a block, or an unknown transform.
+        Eagle3Error: a size below 1, pages that do not fill a block, an unknown transform or format, or scales that
+            are not positive.
     """
 
     max_new_tokens: int = 128
@@ -74,6 +79,10 @@ class GenerationConfig:
     pad_id: int = 0
     page_size: int | None = None
     draft_page_size: int | None = None
+    cache_format: str | None = None
+    draft_cache_format: str | None = None
+    cache_scales: tuple[float, ...] = ()
+    draft_cache_scales: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         """Refuse impossible sizes and unknown transforms."""
@@ -84,6 +93,8 @@ class GenerationConfig:
         for name in ("page_size", "draft_page_size"):
             if getattr(self, name) is not None:
                 check_page_size(name, getattr(self, name), self.block_size)
+        for part in ("cache", "draft_cache"):
+            check_cache_format(f"{part}_format", getattr(self, f"{part}_format"), getattr(self, f"{part}_scales"))
         if not isinstance(self.speculation, Chain) or not isinstance(self.transforms, tuple):
             raise Eagle3Error("speculation must be a Chain and transforms a tuple of names")
         if type(self.return_logprobs) is not bool or type(self.pad_id) is not int:

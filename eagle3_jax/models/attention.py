@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import jax.numpy as jnp
 from jax import Array, lax
 
-from eagle3_jax.cache.paged import Step, read_chunk, write
+from eagle3_jax.cache.paged import Fp8Pool, Pool, Step, as_kept, read_chunk, write
 
 Expand = Callable[[Array], tuple[Array, Array]]
 """What the cache keeps, [B, C, R, W], to (keys [B, C, N/G, D], values [B, C, N/G, Dv])."""
@@ -89,14 +89,16 @@ def paged_attention(step: Step, chunk_size: int = CHUNK_SIZE) -> Attend:
         q: Array,
         k: Array,
         v: Array | Expand,
-        cache: Array,
+        cache: Pool,
         *,
         scale: float | None = None,
         window: int | None = None,
         sinks: Array | None = None,
-    ) -> tuple[Array, Array]:
+    ) -> tuple[Array, Pool]:
         kept, expand = (k, v) if callable(v) else (jnp.concatenate([k, v], axis=2), _halves)
-        k, v = keys_and_values(k, v)
+        # A token sees the same of another whether both are new or one is read back: else passes of several
+        # tokens, as speculation has them, would differ from passes of one.
+        k, v = expand(as_kept(cache, kept)) if isinstance(cache, Fp8Pool) else keys_and_values(k, v)
         queries = _grouped(q, k, scale)
         chunks = (jnp.max(step.start) + chunk_size - 1) // chunk_size
         first = jnp.int32(0) if window is None else jnp.maximum(jnp.min(step.start) - window + 1, 0) // chunk_size
