@@ -74,3 +74,19 @@ def test_the_command_line_rounds_activations_as_asked() -> None:
     for wrong, match in (("activations=fp8", "activations 'fp8' are not known"), ("widen=3", "widen is 3")):
         with pytest.raises(e3.Eagle3Error, match=match):
             pair("--draft-set", wrong)
+
+
+def test_what_cannot_be_quantised_is_refused() -> None:
+    """A path, an array or a lone string of excludes would come back as if quantised."""
+    weight = Weight(jnp.ones((64, 8)), axes=("a", "b"))
+    for model, scheme, exclude, message in [
+        ("my-draft", "mxfp4", (), "a str without weights cannot be quantised"),
+        (np.ones((64, 8)), "mxfp4", (), "a ndarray without weights"),
+        (weight, ["mxfp4"], (), r"scheme \['mxfp4'\] is not known"),
+        (weight, "mxfp4", "embed", "exclude is 'embed'; a list of regular expressions"),
+        (weight, "mxfp4", [5], r"exclude is \[5\]; a list"),
+        (weight, "mxfp4", None, "exclude is None; a list"),
+        (weight, "mxfp4", ["["], r"exclude '\[' is no regular expression"),
+    ]:
+        with pytest.raises(e3.Eagle3Error, match=message):
+            e3.quantize(model, scheme, exclude)

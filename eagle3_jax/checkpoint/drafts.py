@@ -101,6 +101,8 @@ def load_draft(
     """
     if overrides is not None and not isinstance(overrides, Mapping):
         raise Eagle3Error(f"overrides are a {type(overrides).__name__}; a mapping of names to values is needed")
+    if not isinstance(target, Target):
+        raise Eagle3Error(f"the target is a {type(target).__name__}; give what load_target gives")
     given = Overrides.read(overrides) if overrides else NO_OVERRIDES
     name, folder = locate_draft(path)
     with refusing_io(folder):
@@ -199,6 +201,8 @@ def save_draft(
         >>> save_draft(draft, "my-draft", dtype="float32")  # doctest: +SKIP
     """
     check_dtype(dtype)
+    if not isinstance(draft, Draft):
+        raise Eagle3Error(f"a {type(draft).__name__} is no draft to save; give what load_draft gives")
     tensors = {
         place: _saved(weight, dtype, f"{path}: {place} in {dtype}")
         for place, weight in named_weights(draft.params).items()

@@ -103,11 +103,17 @@ def atomic_folder(path: str | os.PathLike[str], foreign: Collection[str] = ()) -
         foreign: names of files that a loader would read beside the new ones; an old folder's must not stay.
 
     Raises:
-        Eagle3Error: the folder cannot be written, or has a foreign file; the old one, if any, is whole.
+        Eagle3Error: the folder cannot be written, has a foreign file, or is or holds the working folder; the old
+            one, if any, is whole.
     """
+    if not isinstance(path, str | os.PathLike) or not os.fspath(path):
+        raise Eagle3Error(f"{quote(path)} names no folder; give the path of a new one")
     final, temporary = Path(path), None
     try:
         final = Path(os.path.realpath(path))
+        if final in (here := Path.cwd(), *here.parents):
+            # It would be moved from under the process and its shell.
+            raise Eagle3Error(f"{final}: is or holds the working folder; give the path of a new one")
         if final.exists() and not final.is_dir():
             raise Eagle3Error(f"{final}: is a file; give the path of a new folder")
         final.parent.mkdir(parents=True, exist_ok=True)

@@ -12,7 +12,7 @@ from eagle3_jax.checkpoint.gguf import GGUFSource
 from eagle3_jax.checkpoint.names import FORMATS, check_dtype, check_finite, lay
 from eagle3_jax.checkpoint.orbax import META_FILE, is_orbax_folder
 from eagle3_jax.checkpoint.registry import entries, locate
-from eagle3_jax.checkpoint.targets import TEXT_FILES, Target, copy_tokenizer
+from eagle3_jax.checkpoint.targets import TEXT_FILES, Target, check_target, copy_tokenizer
 from eagle3_jax.checkpoint.tensors import SINGLE_FILE, open_checkpoint_folder, write_safetensors
 from eagle3_jax.config import DecoderConfig
 from eagle3_jax.errors import Eagle3Error
@@ -82,6 +82,7 @@ def save_target_folder(target: Target, path: str | os.PathLike[str], dtype: str 
     Example:
         >>> save_target_folder(load_target("smollm2-orbax"), "smollm2-hf")  # doctest: +SKIP
     """
+    check_target(target)
     if dtype is not None:
         check_dtype(dtype)
     config, tensors = target.model.config, dict[str, np.ndarray]()

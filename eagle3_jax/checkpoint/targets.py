@@ -66,6 +66,16 @@ class Target:
     source: Path | None = None
 
 
+def check_target(target: Any) -> None:
+    """Refuse to save what is no target, such as a draft.
+
+    Raises:
+        Eagle3Error: it is something else.
+    """
+    if not isinstance(target, Target):
+        raise Eagle3Error(f"a {type(target).__name__} is no target to save; give what load_target gives")
+
+
 def default_dtype() -> str:
     """float32 on CPU, bfloat16 on accelerators."""
     return "float32" if jax.default_backend() == "cpu" else "bfloat16"
@@ -251,6 +261,7 @@ def save_target_orbax(target: Target, path: str | os.PathLike[str]) -> None:
     Example:
         >>> save_target_orbax(target, "smollm2-orbax")  # doctest: +SKIP
     """
+    check_target(target)
     config, named = target.model.config, named_weights(target.params)
     default = abstract_params(_with_weights(target.model, _weight_formats(config.tied, config.dtype)))
     for place, weight in named_weights(default).items():

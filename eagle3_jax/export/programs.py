@@ -2,7 +2,6 @@
 
 import dataclasses
 import hashlib
-import re
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -18,6 +17,7 @@ from eagle3_jax.checkpoint.folders import read_config
 from eagle3_jax.checkpoint.names import FORMATS, abstract_params, check_dtype
 from eagle3_jax.checkpoint.registry import locate
 from eagle3_jax.checkpoint.target_files import read_target_config
+from eagle3_jax.config import Fields
 from eagle3_jax.decoding.drafters import Eagle3Drafter, NoDrafter
 from eagle3_jax.decoding.loop import Setup, decode_round, prefill, result, run_rounds
 from eagle3_jax.decoding.request import GenerationConfig, check_pair, parse_speculation
@@ -27,7 +27,7 @@ from eagle3_jax.models.decoder import Decoder
 from eagle3_jax.models.eagle3 import Eagle3
 from eagle3_jax.quant.formats import NARROW_FORMATS, check_format
 from eagle3_jax.quant.products import chosen_mode
-from eagle3_jax.quant.quantize import KEPT
+from eagle3_jax.quant.quantize import KEPT, read_patterns
 from eagle3_jax.quant.weight import WeightFormats, named_weights
 from eagle3_jax.sharding import DATA, MODEL, weight_shardings
 from eagle3_jax.training.initial import draft_config
@@ -255,8 +255,7 @@ def abstract_draft(program: Program, target: Decoder) -> Eagle3:
         known = ("draft_vocab_size", "taps", "intermediate_size", "rope_theta", "fc_norm", "norm_output")
         if odd := sorted(set(settings) - set(known)):
             raise Eagle3Error(f"a new draft has no setting {odd[0]!r:.40}; it has {', '.join(known)}")
-        if "taps" in settings:
-            settings["taps"] = tuple(settings["taps"])
+        _check_settings(settings, target.config.vocab_size)
         fmt = FORMATS[program.dtype]
         formats = WeightFormats(fmt, exceptions=(("embed/weight", fmt, "nk"),))
         config = draft_config(target.config, **{"draft_vocab_size": 0, **settings})
@@ -271,6 +270,29 @@ def abstract_draft(program: Program, target: Decoder) -> Eagle3:
     return _narrowed(Eagle3, config, program, "draft")
 
 
+def _check_settings(settings: dict[str, Any], vocab_size: int) -> None:
+    """Refuse settings of a new draft that are not of the kind `draft_config` takes; make a tuple of its taps.
+
+    Raises:
+        Eagle3Error: another kind of value, or more draft tokens than the target has.
+    """
+    fields = Fields(settings, "a new draft")
+    for name in {"fc_norm", "norm_output"}.intersection(settings):
+        fields.flag(name)
+    if "rope_theta" in settings:
+        fields.number("rope_theta", above=1.0)
+    for name in {"draft_vocab_size", "intermediate_size"}.intersection(settings):
+        if settings[name] != 0:  # the target's
+            fields.size(name)
+    if (size := settings.get("draft_vocab_size", 0)) > vocab_size:
+        raise Eagle3Error(f"a new draft cannot have {size} of the target's {vocab_size} tokens; leave some out")
+    if "taps" in settings:
+        taps = settings["taps"]
+        if not isinstance(taps, list | tuple) or not all(type(k) is int for k in taps):
+            raise Eagle3Error(f"a new draft's taps are {taps!r:.80}; a list such as [2, 15, 27] is needed")
+        settings["taps"] = tuple(taps)
+
+
 def _narrowed(module: Any, config: Any, program: Program, side: str) -> Any:
     """A module whose matrices, but those to be kept, are in the program's narrow format for that side."""
     config = dataclasses.replace(config, weights=dataclasses.replace(config.weights, layout=program.layout))
@@ -281,7 +303,7 @@ def _narrowed(module: Any, config: Any, program: Program, side: str) -> Any:
     if name not in NARROW_FORMATS:
         raise Eagle3Error(f"{side} format {name} is wide; set dtype, or use {', '.join(NARROW_FORMATS)}")
     mode = chosen_mode(name, None, narrow=True)
-    patterns = [re.compile(pattern) for pattern in kept]
+    patterns = read_patterns(kept, f"{side}_kept")
     exceptions, activations = dict[str, tuple[str, str]](), []
     for path, fmt, layout in config.weights.exceptions:
         exceptions[path] = (fmt, layout)

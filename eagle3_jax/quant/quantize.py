@@ -49,22 +49,21 @@ def quantize_tree(params: Any, scheme: str, exclude: Collection[str] = KEPT, act
         The same tree with narrow weights.
 
     Raises:
-        Eagle3Error: an unknown scheme or wish, a malformed pattern, a weight that is narrow already, holds NaN or
-            infinity, or has a width that the format cannot group.
+        Eagle3Error: no weights, an unknown scheme or wish, a malformed pattern, a weight that is narrow already,
+            holds NaN or infinity, or has a width that the format cannot group.
 
     Example:
         >>> narrow = quantize_tree(Weight(jnp.ones((64, 8))), "mxfp4")  # doctest: +SKIP
         >>> narrow.value.shape, narrow.scale.shape  # doctest: +SKIP
         ((8, 32), (8, 2))
     """
-    if scheme not in SCHEMES:
+    if not isinstance(scheme, str) or scheme not in SCHEMES:
         raise Eagle3Error(f"scheme {scheme!r} is not known; use {', '.join(SCHEMES)}")
     format = SCHEMES[scheme]
     mode = chosen_mode(format, activations, narrow=True)
-    try:
-        patterns = [re.compile(pattern) for pattern in exclude]
-    except re.error as error:
-        raise Eagle3Error(f"exclude {error.pattern!r} is no regular expression: {error}") from error
+    patterns = read_patterns(exclude, "exclude")
+    if not any(map(is_weight, jax.tree.leaves(params, is_leaf=is_weight))):
+        raise Eagle3Error(f"a {type(params).__name__} without weights cannot be quantised; give a loaded model")
 
     def narrowed(keys: tuple[Any, ...], leaf: Any) -> Any:
         path = tree_path(keys)
@@ -74,6 +73,24 @@ def quantize_tree(params: Any, scheme: str, exclude: Collection[str] = KEPT, act
         return _quantized(leaf, format, mode, path or "the weight")
 
     return jax.tree_util.tree_map_with_path(narrowed, params, is_leaf=is_weight)
+
+
+def read_patterns(patterns: Collection[str], what: str) -> list[re.Pattern[str]]:
+    """Regular expressions, compiled.
+
+    Args:
+        patterns: a list of them; one string alone would be taken for a list of letters. what: their name for messages.
+
+    Raises:
+        Eagle3Error: no list of strings, or a malformed one.
+    """
+    strings = isinstance(patterns, Collection) and all(isinstance(pattern, str) for pattern in patterns)
+    if isinstance(patterns, str) or not strings:
+        raise Eagle3Error(f"{what} is {patterns!r:.80}; a list of regular expressions is needed")
+    try:
+        return [re.compile(pattern) for pattern in patterns]
+    except re.error as error:
+        raise Eagle3Error(f"{what} {error.pattern!r} is no regular expression: {error}") from error
 
 
 def dequantize_tree(params: Any, format: str = "f32", layout: str = "kn") -> Any:

@@ -10,9 +10,10 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from loading import TARGETS, edited, put, target
+from loading import DRAFTS, TARGETS, draft, edited, put, target
 
 from eagle3_jax.checkpoint import targets
+from eagle3_jax.checkpoint.drafts import load_draft, save_draft
 from eagle3_jax.checkpoint.orbax import META_FILE
 from eagle3_jax.checkpoint.target_files import save_target_folder
 from eagle3_jax.checkpoint.targets import Target, load_target, save_target_orbax
@@ -168,3 +169,25 @@ def test_another_targets_files_are_never_read_with_the_new_ones(left: str, saved
         save_target_folder(load_target(saved), tmp_path)
     assert sorted(file.name for file in tmp_path.iterdir()) == sorted(["config.json", left])
     assert (tmp_path / "config.json").read_text() == "old"
+
+
+@pytest.mark.parametrize("out", ["", ".", "..", None])
+def test_the_working_folder_and_no_folder_are_refused(
+    out: str | None, saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    with pytest.raises(Eagle3Error, match=r"names no folder|is or holds the working folder"):
+        save_target_orbax(load_target(saved), out)  # pyright: ignore[reportArgumentType]
+    assert list(tmp_path.rglob("*")) == [tmp_path / "here"]
+
+
+def test_a_draft_is_no_target_to_save(tmp_path: Path) -> None:
+    for save in (save_target_orbax, save_target_folder):
+        with pytest.raises(Eagle3Error, match="a Draft is no target to save"):
+            save(draft("a_safeailab"), tmp_path / "out")  # pyright: ignore[reportArgumentType]
+    with pytest.raises(Eagle3Error, match="a Target is no draft to save"):
+        save_draft(target("llama_tied"), tmp_path / "out")  # pyright: ignore[reportArgumentType]
+    with pytest.raises(Eagle3Error, match="the target is a str; give what load_target gives"):
+        load_draft(DRAFTS / "a_safeailab", str(TARGETS / "llama_tied"))  # pyright: ignore[reportArgumentType]
+    assert not (tmp_path / "out").exists()

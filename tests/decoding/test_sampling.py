@@ -821,6 +821,9 @@ def test_a_transform_that_one_row_uses_is_used(wish: dict[str, Any], name: str) 
 def test_unknown_transforms_are_refused_by_name() -> None:
     check_transforms(TRANSFORMS)
     check_transforms(())
+    for odd in (1, ["top_k"]):
+        with pytest.raises(Eagle3Error, match="unknown transform"):
+            check_transforms((odd,))  # pyright: ignore[reportArgumentType]
     with pytest.raises(Eagle3Error, match=r"typical_p, xtc.*min_tokens.*top_p"):
         check_transforms(("top_k", "xtc", "typical_p"))
 
