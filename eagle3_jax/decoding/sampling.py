@@ -412,8 +412,8 @@ def check_transforms(transforms: tuple[str, ...]) -> None:
     Raises:
         Eagle3Error: a name outside `TRANSFORMS`.
     """
-    if unknown := [name for name in transforms if name not in TRANSFORMS]:
-        raise Eagle3Error(f"unknown transform(s) {', '.join(map(str, unknown))}; known are {', '.join(TRANSFORMS)}")
+    if unknown := sorted(str(name) for name in transforms if name not in TRANSFORMS):
+        raise Eagle3Error(f"unknown transform(s) {', '.join(unknown)}; known are {', '.join(TRANSFORMS)}")
 
 
 def used_transforms(sampling: Sampling) -> set[str]:
