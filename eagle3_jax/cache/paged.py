@@ -242,7 +242,11 @@ def as_kept(pool: Pool, values: Array) -> Array:
 def write(pool: Pool, slots: Array, values: Array) -> Pool:
     """Store values [B, T, R, D] at slots [B, T] of a pool [S, R, D]; slots past the pool are dropped."""
     if isinstance(pool, Fp8Pool):
-        return pool.replace(bits=write(pool.bits, slots, pool.encode(values)))
+        return Fp8Pool(_stored(pool.bits, slots, pool.encode(values)), pool.scale)
+    return _stored(pool, slots, values)
+
+
+def _stored(pool: Array, slots: Array, values: Array) -> Array:
     flat = values.reshape(-1, *values.shape[2:]).astype(pool.dtype)
     return pool.at[slots.reshape(-1)].set(flat, mode="drop")
 
@@ -254,7 +258,11 @@ def read_chunk(pool: Pool, step: Step, chunk: Array | int, chunk_size: int) -> A
     masked by the caller.
     """
     if isinstance(pool, Fp8Pool):
-        return pool.decode(read_chunk(pool.bits, step, chunk, chunk_size))
+        return pool.decode(_gathered(pool.bits, step, chunk, chunk_size))
+    return _gathered(pool, step, chunk, chunk_size)
+
+
+def _gathered(pool: Array, step: Step, chunk: Array | int, chunk_size: int) -> Array:
     page, per_block = step.page_size, step.block_size // step.page_size
     first = chunk * (chunk_size // page) + jnp.arange(chunk_size // page, dtype=jnp.int32)
     block = jnp.minimum(first // per_block, step.table.shape[1] - 1)

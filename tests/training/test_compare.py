@@ -20,10 +20,10 @@ PROMPTS = [chat.tokens[:9].tolist() for chat in selfchats.chats()[:3]]
 QUARK = FIXTURES / "quant" / "quark_ptpc_fp8_draft_a"
 
 
-def every_resample(first: list[list[float]], other: list[list[float]]) -> list[float]:
+def every_resample(first: list[Any], other: list[Any]) -> list[float]:
     """Ratio of sums (kept, tried) under `other` less that under `first`, for all equally likely draws, ascending."""
 
-    def ratio(counts: list[list[float]], picks: tuple[int, ...]) -> float:
+    def ratio(counts: list[Any], picks: tuple[int, ...]) -> float:
         return sum(counts[i][0] for i in picks) / sum(counts[i][1] for i in picks)
 
     draws = itertools.product(range(len(first)), repeat=len(first))
