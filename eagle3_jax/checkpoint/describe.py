@@ -27,6 +27,7 @@ from eagle3_jax.checkpoint.maps import read_target_ids
 from eagle3_jax.checkpoint.names import abstract_params, named_weights
 from eagle3_jax.checkpoint.orbax import is_orbax_folder, read_meta
 from eagle3_jax.checkpoint.public import locate_draft, public_drafts
+from eagle3_jax.checkpoint.quant_config import parse_quant_config
 from eagle3_jax.checkpoint.registry import entries, locate
 from eagle3_jax.checkpoint.taps import IDS_FIELD, eagle_config
 from eagle3_jax.checkpoint.target_files import read_target_config
@@ -138,6 +139,7 @@ def _architecture(config: Mapping[str, Any]) -> str | None:
 def _describe_target(found: Description, config: Mapping[str, Any], where: str) -> Any:
     try:
         parsed = family_of(config, where).parse(config, where)
+        parse_quant_config(config, where)
     except Eagle3Error as error:
         found.refusal = str(error)
         return None
@@ -197,6 +199,7 @@ def _describe_folder(folder: Path, target: str | os.PathLike[str] | None, overri
             return found
         parsed = parse_draft(config, source, facts, where, overrides)
         read_target_ids(source, parsed.config.draft_vocab_size, parsed.config.vocab_size)
+        parse_quant_config(config, where)
     except Eagle3Error as error:
         found.refusal = str(error)
         return found

@@ -110,14 +110,17 @@ def quantize_folder(
         maxima: largest activation of each quantised module's input, for scheme "fp8".
 
     Raises:
-        Eagle3Error: no draft, an unknown scheme, nothing to quantise, weights that are narrow already, not finite or
-            of a width that the scheme cannot group, maxima that are missing, or a folder that cannot be written.
+        Eagle3Error: no draft, its own folder to write, an unknown scheme, nothing to quantise, weights that are
+            narrow already, not finite or of a width that the scheme cannot group, maxima that are missing, or a
+            folder that cannot be written.
     """
     if scheme not in QUARK_SCHEMES:
         raise Eagle3Error(f"scheme {scheme!r} is not known; use {', '.join(QUARK_SCHEMES)}")
     with refusing_io(folder):
         config, source = read_config(folder), open_draft_folder(folder)
     find_layers(source)  # a draft, and no target
+    if os.path.realpath(out) == os.path.realpath(folder):
+        raise Eagle3Error(f"{out}: is the draft's own folder, whose weights would be lost; give a new folder")
     if config.get(FIELD) is not None:
         raise Eagle3Error(f"{folder / 'config.json'}: has a {FIELD} already; give the draft it was made of")
     shapes = {name: source.shape(name) for name in source}

@@ -101,3 +101,9 @@ def test_the_verb(capsys: pytest.CaptureFixture[str]) -> None:
     text = capsys.readouterr().out
     assert "taps: hs[1, 2, 3], convention hs" in text and "midlayer.mlp.up_proj.weight" in text
     assert main(["inspect", path + "x"]) == 2
+
+
+@pytest.mark.parametrize("folder", [TARGETS / "qwen3", DRAFTS / "c_eagle31"])
+def test_a_quantization_config_that_does_not_load_is_said(folder: Path, tmp_path: Path) -> None:
+    odd = edited(folder, tmp_path / "odd", config=lambda config: config.update(quantization_config={"bits": 4}))
+    assert "an object with quant_method is needed" in str(describe(odd).refusal)

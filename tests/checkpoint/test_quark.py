@@ -134,6 +134,8 @@ def test_what_cannot_be_quantised_is_refused_and_nothing_written(source: Path, t
             quantize_folder(folder, tmp_path / "out", **{"scheme": "ptpc_fp8", **options})
         assert not (tmp_path / "out").exists() and not list(tmp_path.glob(".out*"))
 
+    with pytest.raises(Eagle3Error, match="is the draft's own folder"):
+        quantize_folder(source, source.parent / "." / source.name, "mxfp4")
     refused("holds a target, not a draft", TARGETS / "llama_tied")
     refused("scheme 'int8' is not known", scheme="int8")
     refused("excludes every linear layer", exclude=".*")
