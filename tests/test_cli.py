@@ -117,23 +117,15 @@ def test_plain_json_has_no_draft_and_the_same_tokens(run: Any, ids: Path) -> Non
 def test_the_registered_draft_is_the_default(monkeypatch: pytest.MonkeyPatch, run: Any, ids: Path) -> None:
     from eagle3_jax.checkpoint import registry
 
-    entry = registry.Entry(str(DRAFT), "draft", {"target": str(TARGET)})
-    monkeypatch.setattr(registry, "entries", lambda kind=None: {} if kind == "target" else {str(DRAFT): entry})
-    monkeypatch.setattr(registry.Entry, "path", lambda self: Path(self.name))
-    code, out, err = run(
-        "generate",
-        "--target",
-        TARGET,
-        "--prompt-ids",
-        ids,
-        "--max-new-tokens",
-        24,
-        "--speculation",
-        "chain:4",
-        "--json",
-    )
-    assert code == 0, err
-    assert json.loads(out)["speculation"] == "chain:4" and str(DRAFT) in err
+    entry = registry.Entry(DRAFT.name, "draft", {"target": str(TARGET), "speculation": "chain:2"})
+    monkeypatch.setattr(registry, "entries", lambda kind=None: {} if kind == "target" else {DRAFT.name: entry})
+    monkeypatch.setattr(registry.Entry, "path", lambda self: DRAFT)
+    argv = ["generate", "--target", TARGET, "--prompt-ids", ids, "--max-new-tokens", 24, "--json"]
+    for more, speculation in (([], "chain:2"), (["--speculation", "chain:4"], "chain:4")):
+        code, out, err = run(*argv, *more)
+        assert code == 0, err
+        assert json.loads(out)["speculation"] == speculation and f"draft: {DRAFT.name}" in err
+        assert len(json.loads(out)["stats"]["acceptance_per_position"]) == int(speculation[-1])
 
 
 def test_sampled_tokens_depend_on_the_seed_and_not_on_the_draft(run: Any, ids: Path) -> None:

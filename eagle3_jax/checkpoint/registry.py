@@ -8,6 +8,7 @@ weights:                                     target: smollm2-135m
 
 Weights that are no package are a `folder`, looked for where the program runs; `install` then says how to fetch it.
 A target may name its config.json below configs/ with `config`, so that its shapes are known without its weights.
+A draft may say with `speculation` what pays best where it was measured, for those who do not choose.
 """
 
 import dataclasses
@@ -23,7 +24,7 @@ from eagle3_jax.checkpoint.files import quote, read_json, reason
 from eagle3_jax.errors import Eagle3Error
 
 _FIELDS = {"target": {"kind", "weights"}, "draft": {"kind", "target", "folder"}}
-_OPTIONAL = {"target": {"config"}, "draft": set[str]()}
+_OPTIONAL = {"target": {"config"}, "draft": {"speculation"}}
 _WEIGHTS_FIELDS = {"package", "file", "install"}
 _FOLDER_FIELDS = {"folder", "install"}
 

@@ -10,7 +10,6 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from eagle3_jax.commands.options import (
-    DEFAULT_SPECULATION,
     Request,
     add_draft_arguments,
     add_json_argument,
@@ -18,6 +17,7 @@ from eagle3_jax.commands.options import (
     add_sampling_arguments,
     add_target_arguments,
     check_speculation,
+    chosen_speculation,
     load_pair,
     make_request,
     read_prompts,
@@ -49,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
     check_speculation(args)
     prompts = read_prompts(args)
     target, draft = load_pair(args)
-    request = make_request(args, prompts, target)
+    request = make_request(args, prompts, target, draft)
     alone = len(request.lengths) == 1 and target.tokenizer is not None
     show = _Printer(target.tokenizer) if alone and not args.json else None
     timed = run_timed(target, draft, request, show)
@@ -205,7 +205,7 @@ def _report(
     return {
         "target": target.name,
         "draft": draft.name if draft else None,
-        "speculation": (args.speculation or DEFAULT_SPECULATION) if draft else None,
+        "speculation": chosen_speculation(args, draft) if draft else None,
         "outputs": _outputs(target, request, timed.generation),
         "stats": {
             "compile_seconds": timed.compile_seconds,

@@ -161,7 +161,9 @@ def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
         "--max-new-tokens", metavar="N", type=whole(1), default=128, help="of each prompt (default: 128)"
     )
     parser.add_argument(
-        "--speculation", metavar="SPEC", help=f"chain:K, K drafts a round (default: {DEFAULT_SPECULATION})"
+        "--speculation",
+        metavar="SPEC",
+        help=f"chain:K, K drafts a round (default: what suits a registered draft, else {DEFAULT_SPECULATION})",
     )
     parser.add_argument("--temperature", type=number(0, 1e6), default=0.0, help="0 is greedy (default)")
     parser.add_argument(
@@ -232,6 +234,14 @@ def add_plot_argument(parser: argparse.ArgumentParser, what: str) -> None:
 def add_json_argument(parser: argparse.ArgumentParser) -> None:
     """--json."""
     parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def chosen_speculation(args: argparse.Namespace, draft: "Draft | None") -> str:
+    """What --speculation says, else what suits the draft if it is registered, else the default."""
+    from eagle3_jax.checkpoint.registry import entries
+
+    entry = None if draft is None else entries("draft").get(draft.name)
+    return args.speculation or (entry and entry.fields.get("speculation")) or DEFAULT_SPECULATION
 
 
 def check_speculation(args: argparse.Namespace) -> None:
@@ -416,7 +426,9 @@ class Request:
         return [row[:length].tolist() for row, length in zip(ids, lengths, strict=True)]
 
 
-def make_request(args: argparse.Namespace, prompts: Prompts, target: "Target") -> Request:
+def make_request(
+    args: argparse.Namespace, prompts: Prompts, target: "Target", draft: "Draft | None" = None
+) -> Request:
     """Turn prompts and sampling flags into arrays, and check them against the target.
 
     Raises:
@@ -450,7 +462,7 @@ def make_request(args: argparse.Namespace, prompts: Prompts, target: "Target") -
     capacity = -(-args.max_new_tokens // CAPACITY_STEP) * CAPACITY_STEP
     config = e3.GenerationConfig(
         max_new_tokens=min(capacity, target.model.config.max_position),
-        speculation=parse_speculation(args.speculation or DEFAULT_SPECULATION),
+        speculation=parse_speculation(chosen_speculation(args, draft)),
         transforms=tuple(name for name in TRANSFORMS if name in used),
     )
     check_request(token_ids, lengths, sampling, target.model.config, config)

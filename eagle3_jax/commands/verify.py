@@ -6,13 +6,13 @@ import json
 from typing import Any
 
 from eagle3_jax.commands.options import (
-    DEFAULT_SPECULATION,
     add_draft_arguments,
     add_json_argument,
     add_prompt_arguments,
     add_sampling_arguments,
     add_target_arguments,
     check_speculation,
+    chosen_speculation,
     load_draft_pair,
     make_request,
     read_prompts,
@@ -38,13 +38,13 @@ def run(args: argparse.Namespace) -> int:
     check_speculation(args)
     prompts = read_prompts(args)
     target, draft = load_draft_pair(args)
-    request = make_request(args, prompts, target)
+    request = make_request(args, prompts, target, draft)
     report = verify_lossless(target, draft, *request.arrays, request.config)
     if args.json:
         head = {
             "target": target.name,
             "draft": draft.name,
-            "speculation": args.speculation or DEFAULT_SPECULATION,
+            "speculation": chosen_speculation(args, draft),
         }
         rows = [dataclasses.asdict(row) for row in report.rows]
         print(json.dumps({**head, "ok": report.ok, "equal": report.equal, "rows": rows}))

@@ -119,7 +119,7 @@ def test_openings_are_read_from_texts_and_topics(tmp_path: Path) -> None:
     both = {"openings": ["Why {topic} is", "Solve"], "topics": ["tea", "snow"]}
     assert read(both) == ["Why tea is", "Why snow is", "Solve", "Solve"]
     for wrong in ({}, [], ["a", 1], {"openings": ["a"]}, {"openings": ["a"], "topics": []}, "a", 1):
-        with pytest.raises(Eagle3Error, match="no (openings|topics); a list of texts"):
+        with pytest.raises(Eagle3Error, match=r"no (openings|topics); a list of texts"):
             read(wrong)
 
 
