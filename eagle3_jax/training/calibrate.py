@@ -1,4 +1,4 @@
-"""Largest activations of a draft's matrices over prompts, for scales that are fixed beforehand.
+"""Largest numbers over prompts, of a draft's activations and a target's cache, for scales that are fixed beforehand.
 
 Dimension letters: T tokens, F joined feature width, H width.
 """
@@ -12,10 +12,48 @@ import numpy as np
 from jax import Array
 
 from eagle3_jax.checkpoint.drafts import Draft
+from eagle3_jax.checkpoint.targets import Target
 from eagle3_jax.errors import Eagle3Error
-from eagle3_jax.models.attention import causal_attention
+from eagle3_jax.models.attention import Expand, causal_attention
 from eagle3_jax.models.eagle3 import shared_weights
 from eagle3_jax.models.layers import Linear, apply
+from eagle3_jax.quant.fp8 import E4M3FN, LEAST_SCALE, largest
+
+
+def cache_scales(target: Target, prompts: Sequence[Sequence[int]]) -> tuple[float, ...]:
+    """Scales of a target's FP8 cache, by which each layer's largest key or value becomes FP8's largest number.
+
+    Args:
+        target: the target. prompts: token ids of each prompt.
+
+    Returns:
+        One a layer, as `GenerationConfig.cache_scales` takes them.
+
+    Raises:
+        Eagle3Error: no prompts, one that does not fit the target, or keys and values that are not finite.
+
+    Example:
+        >>> GenerationConfig(cache_format="fp8", cache_scales=cache_scales(target, prompts))  # doctest: +SKIP
+    """
+    config = target.model.config
+    if not prompts or not all(1 <= len(prompt) <= config.max_position for prompt in prompts):
+        raise Eagle3Error(f"calibration needs prompts of 1 to {config.max_position} tokens")
+    found: list[float] = []
+
+    def attend(q: Array, k: Array, v: Array | Expand, cache: None, **options: Any) -> tuple[Array, None]:
+        kept = k if callable(v) else jnp.concatenate([k, v], axis=2)
+        found.append(float(jnp.max(jnp.abs(kept.astype(jnp.float32)))))
+        return causal_attention(q, k, v, cache, **options)
+
+    for prompt in prompts:
+        tokens = np.asarray(prompt, np.int32)[None]
+        positions = np.arange(len(prompt), dtype=np.int32)[None]
+        apply(target.model, target.params, tokens, positions, attend, (None,) * config.num_layers)
+    # Layer by layer within prompt by prompt.
+    maxima = np.max(np.reshape(found, (len(prompts), config.num_layers)), axis=0)
+    if not np.isfinite(maxima).all():
+        raise Eagle3Error(f"{target.name}: keys or values are not finite; the weights are at fault")
+    return tuple(max(float(x) / largest(E4M3FN), LEAST_SCALE) for x in maxima)
 
 
 def activation_maxima(draft: Draft, prompts: Sequence[Sequence[int]]) -> dict[str, float]:

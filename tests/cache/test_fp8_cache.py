@@ -1,6 +1,7 @@
 """FP8 caches: their numbers against ml_dtypes, the text with and without speculation, and what they cost."""
 
 import dataclasses
+import re
 from functools import partial
 from typing import Any
 
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 import tiny
 from jax import Array
+from loading import target
 
 from eagle3_jax.cache.paged import Fp8Pool, as_kept, chain_step, make_pools, read_chunk, write
 from eagle3_jax.decoding.loop import generate, speculative_generate
@@ -19,6 +21,7 @@ from eagle3_jax.decoding.sampling import Sampling, row_keys
 from eagle3_jax.errors import Eagle3Error
 from eagle3_jax.models.attention import causal_attention, paged_attention
 from eagle3_jax.models.layers import apply
+from eagle3_jax.training.calibrate import cache_scales
 
 BATCH, NEW = 64, 16
 CONFIG = GenerationConfig(
@@ -58,7 +61,8 @@ def test_written_slots_are_read_back_and_no_others() -> None:
     assert np.isnan(np.delete(values, [1, 6], axis=0)).all()
 
 
-def run(kind: str, config: GenerationConfig, seed: int = 0) -> Any:
+def run(kind: str, config: GenerationConfig, seed: int = 0) -> tuple[np.ndarray, str]:
+    """Tokens, and the compiled program."""
     model, params = tiny.target()
     draft_model, draft_params = tiny.draft()
     ids, lengths = tiny.prompts(BATCH, seed=seed)
@@ -66,21 +70,44 @@ def run(kind: str, config: GenerationConfig, seed: int = 0) -> Any:
     rest = (ids, lengths, row_keys(seed, BATCH), sampling)
     if kind == "plain":
         config = dataclasses.replace(config, draft_cache_format=None, draft_cache_scales=())
-        return np.asarray(plain_run(params, *rest, model=model, config=config).tokens)
+        return np.asarray(plain_run(params, *rest, model=model, config=config).tokens), ""
     models = {"target_model": model, "draft_model": draft_model}
-    out = draft_run(params, draft_params, *rest, **models, config=config)
+    program = draft_run.lower(params, draft_params, *rest, **models, config=config).compile()
+    out = program(params, draft_params, *rest)
     assert np.asarray(out.stats.accepted).sum() > 0
-    return np.asarray(out.tokens)
+    return np.asarray(out.tokens), program.as_text()
 
 
 def test_text_is_the_same_with_and_without_speculation() -> None:
     """Up to rounding: 1e-6 at the edge between two numbers decides which one it becomes."""
-    wide = run("plain", dataclasses.replace(CONFIG, cache_format=None))
-    plain = run("plain", CONFIG)
+    wide, _ = run("plain", dataclasses.replace(CONFIG, cache_format=None))
+    plain, _ = run("plain", CONFIG)
     # The cache matters to this model, or the test would mean nothing.
     assert (wide != plain).any(axis=1).sum() > BATCH // 8
-    drafted = run("drafted", dataclasses.replace(CONFIG, draft_cache_format="fp8", draft_cache_scales=(0.5,)))
+    config = dataclasses.replace(CONFIG, draft_cache_format="fp8", draft_cache_scales=(0.5,))
+    drafted, program = run("drafted", config)
     assert (drafted != plain).any(axis=1).sum() <= 1
+    # No pool is ever there in another dtype, and none is copied in a loop.
+    slots = BATCH * 5 * CONFIG.block_size  # 24 + 16 tokens
+    assert set(re.findall(rf"(\w+)\[{slots},(?:4,8|2,12)\]", program)) == {"u8"}
+    loops = program[: program.index("\nENTRY ")]
+    assert not re.findall(rf"= u8\[{slots},\S* copy\(", loops)
+
+
+def test_scales_are_those_of_the_largest_keys_and_values() -> None:
+    subject = target("llama_tied")
+    c, prompts = subject.model.config, [[3, 1, 4, 1, 5], [9, 2, 6, 5, 3]]
+    wanted = np.zeros(c.num_layers)
+    for prompt in prompts:
+        pools = make_pools(c.num_layers, 8, *c.cache_row, "float32")
+        start, count = jnp.zeros(1, jnp.int32), jnp.full((1,), len(prompt), jnp.int32)
+        step = chain_step(jnp.asarray([[0]]), start, count, len(prompt), 8, 8)
+        out = apply(subject.model, subject.params, jnp.asarray([prompt]), step.positions, paged_attention(step), pools)
+        wanted = np.maximum(wanted, [np.abs(np.asarray(pool)).max() for pool in out.caches])
+    np.testing.assert_allclose(cache_scales(subject, prompts), wanted / 448, rtol=1e-5)
+    GenerationConfig(cache_format="fp8", cache_scales=cache_scales(subject, prompts))
+    with pytest.raises(Eagle3Error, match="calibration needs prompts of 1 to"):
+        cache_scales(subject, [[1], []])
 
 
 IDS = np.random.default_rng(3).integers(0, tiny.VOCAB, (2, 24)).astype(np.int32)
