@@ -97,8 +97,10 @@ class GenerationConfig:
             check_cache_format(f"{part}_format", getattr(self, f"{part}_format"), getattr(self, f"{part}_scales"))
         if not isinstance(self.speculation, Chain) or not isinstance(self.transforms, tuple):
             raise Eagle3Error("speculation must be a Chain and transforms a tuple of names")
-        if type(self.return_logprobs) is not bool or type(self.pad_id) is not int:
-            raise Eagle3Error("return_logprobs must be True or False and pad_id an integer")
+        if type(self.return_logprobs) is not bool:
+            raise Eagle3Error(f"return_logprobs is {self.return_logprobs!r:.80}; True or False is needed")
+        if type(self.pad_id) is not int or not -(2**31) <= self.pad_id < 2**31:
+            raise Eagle3Error(f"pad_id is {self.pad_id!r:.80}; an integer that int32 can hold is needed")
         check_transforms(self.transforms)
 
 

@@ -83,6 +83,9 @@ def test_an_impossible_size_is_refused_by_its_name(name: str, value: Any) -> Non
         ("speculation", 4, "speculation"),
         ("speculation", "chain:4", "speculation"),
         ("speculation", None, "speculation"),
+        ("pad_id", 2**31, "pad_id is 2147483648"),
+        ("pad_id", True, "pad_id"),
+        ("return_logprobs", 1, "return_logprobs is 1"),
     ],
 )
 def test_an_impossible_setting_is_refused_by_its_name(name: str, value: Any, named: str) -> None:
