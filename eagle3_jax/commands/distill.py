@@ -39,7 +39,7 @@ def run(args: argparse.Namespace) -> int:
     from eagle3_jax.training.distill import DistillConfig, distill, read_openings
 
     config = read_config(args, DistillConfig)
-    user_turns = read_prompt_ids(args.prompt_ids) if args.prompt_ids else None
+    user_turns = None if args.prompt_ids is None else read_prompt_ids(args.prompt_ids)
     target = load_target(args)
     openings = None
     if args.openings is not None:

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from training.selfchats import DISTILL, FRAME, chats, target
 
+from eagle3_jax import cli
 from eagle3_jax.api import score
 from eagle3_jax.checkpoint.gguf import GGUFSource
 from eagle3_jax.errors import Eagle3Error
@@ -158,3 +159,8 @@ def test_the_frame_of_smollm2() -> None:
     assert isinstance(frame, ChatFrame)
     whole = tokenizer.encode_chat([{"role": "user", "content": "Hello there"}])
     assert whole == [*frame.header, *tokenizer.encode("Hello there"), *frame.answer]
+
+
+def test_no_file_of_user_turns_is_not_taken_for_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["distill", "--target", "x", "--out", str(tmp_path), "--prompt-ids", ""]) == 2
+    assert "cannot be read" in capsys.readouterr().err
