@@ -17,7 +17,8 @@ def _set_environment() -> int:
     os.environ["JAX_PLATFORMS"] = "cpu"
     os.environ["JAX_NUMPY_DTYPE_PROMOTION"] = "strict"
     os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(TESTS.parent / ".pytest_cache" / "jax"))
-    os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.2")
+    # Only what takes long: XLA has been seen to abort while it wrote an entry, after hundreds of them in one process.
+    os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "5")
     return next(int(flag.partition("=")[2]) for flag in flags if flag.startswith(DEVICE_FLAG))
 
 

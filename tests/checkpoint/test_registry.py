@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from eagle3_jax.checkpoint import registry
-from eagle3_jax.checkpoint.registry import entries, locate
+from eagle3_jax.checkpoint.registry import Entry, entries, locate
 from eagle3_jax.errors import Eagle3Error
 
 
@@ -79,8 +79,8 @@ def test_weights_that_are_a_folder(configs: Path, tmp_path: Path, monkeypatch: p
 
 
 def test_a_target_without_a_packaged_config_says_so() -> None:
-    with pytest.raises(Eagle3Error, match=r"no config\.json of smollm2-135m"):
-        entries()["smollm2-135m"].config()
+    with pytest.raises(Eagle3Error, match=r"no config\.json of some-target"):
+        Entry("some-target", "target", {"weights": {}}).config()
 
 
 WEIGHTS = "kind: target\nweights: {package: p, file: f, install: i}\n"
