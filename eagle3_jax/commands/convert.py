@@ -4,7 +4,7 @@ import argparse
 from functools import partial
 from typing import TYPE_CHECKING
 
-from eagle3_jax.commands.options import assignment, output_folder, whole
+from eagle3_jax.commands.options import DTYPES, add_draft_set_argument, output_folder, whole
 from eagle3_jax.errors import Eagle3Error
 
 if TYPE_CHECKING:
@@ -24,14 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="dialect of a draft; of a target huggingface, or orbax: opens faster, and keeps narrow weights",
     )
     parser.add_argument("--target", help="of a draft: its target, where the draft's files do not say its taps")
-    parser.add_argument(
-        "--draft-set",
-        metavar="KEY=VALUE",
-        type=assignment,
-        action="append",
-        default=[],
-        help="override what the draft's files say, e.g. tap_convention=hs (repeatable)",
-    )
+    add_draft_set_argument(parser, "override what the draft's files say, e.g. tap_convention=hs (repeatable)")
     parser.add_argument(
         "--draft-vocab",
         metavar="N",
@@ -46,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--dtype",
-        choices=("float32", "bfloat16", "float16"),
+        choices=DTYPES,
         help="of a target's weights (default: as they are held)",
     )
 

@@ -5,7 +5,15 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from eagle3_jax.commands.options import DEFAULT_SPECULATION, assignment, output_file, several, whole
+from eagle3_jax.commands.options import (
+    DEFAULT_SPECULATION,
+    DTYPES,
+    add_draft_set_argument,
+    assignment,
+    output_file,
+    several,
+    whole,
+)
 from eagle3_jax.errors import Eagle3Error
 
 if TYPE_CHECKING:
@@ -32,13 +40,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--what", choices=WHAT, default="round", help="which program (default: round)")
     parser.add_argument("--target", help="model name, Hugging Face folder or GGUF file; its config is enough")
     parser.add_argument("--draft", help="draft name or folder, or new: as train makes it (default: plain decoding)")
-    parser.add_argument(
-        "--draft-set",
-        metavar="KEY=VALUE",
-        type=assignment,
-        action="append",
-        default=[],
-        help="override what the draft's files say, or shape a new one: draft_vocab_size=32000 (repeatable)",
+    add_draft_set_argument(
+        parser, "override what the draft's files say, or shape a new one: draft_vocab_size=32000 (repeatable)"
     )
     parser.add_argument("--batch", metavar="N", type=whole(1), default=1, help="prompts at once (default: 1)")
     parser.add_argument("--prompt-tokens", metavar="N", type=whole(1), default=128, help="of a prompt (default: 128)")
@@ -50,9 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=(),
         help=f"in the program, of {','.join(TRANSFORMS)}",
     )
-    parser.add_argument(
-        "--dtype", choices=("float32", "bfloat16", "float16"), default="bfloat16", help="default: bfloat16"
-    )
+    parser.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="default: bfloat16")
     for side in ("target", "draft"):
         parser.add_argument(
             f"--{side}-format", choices=NARROW_FORMATS, help=f"of the {side}'s matrices (default: --dtype)"

@@ -5,7 +5,7 @@ import dataclasses
 import json
 from typing import TYPE_CHECKING
 
-from eagle3_jax.commands.options import add_json_argument, assignment
+from eagle3_jax.commands.options import add_draft_set_argument, add_json_argument
 
 if TYPE_CHECKING:
     from eagle3_jax.checkpoint.describe import Description
@@ -15,14 +15,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of `inspect`."""
     parser.add_argument("path", metavar="PATH", help="a known name, a folder, or a GGUF file")
     parser.add_argument("--target", help="of a draft: its target; its config is enough")
-    parser.add_argument(
-        "--draft-set",
-        metavar="KEY=VALUE",
-        type=assignment,
-        action="append",
-        default=[],
-        help="override what the draft's files say (repeatable)",
-    )
+    add_draft_set_argument(parser, "override what the draft's files say (repeatable)")
     add_json_argument(parser)
 
 

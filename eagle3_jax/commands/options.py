@@ -26,6 +26,8 @@ log = logging.getLogger(__name__)
 CAPACITY_STEP = 128
 """Result capacities are rounded up to a multiple of this, so that nearby --max-new-tokens share a program."""
 DEFAULT_SPECULATION = "chain:4"
+DTYPES = ("float32", "bfloat16", "float16")
+"""Choices of --dtype."""
 
 
 def whole(low: int, high: int = 2**31 - 1) -> Callable[[str], int]:
@@ -99,7 +101,7 @@ def add_target_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--target", required=True, help="model name, Hugging Face folder, GGUF file or Orbax folder")
     parser.add_argument(
         "--dtype",
-        choices=("float32", "bfloat16", "float16"),
+        choices=DTYPES,
         help="of the target's matrices and activations (default: float32 on CPU, bfloat16 elsewhere)",
     )
     parser.add_argument(
@@ -132,13 +134,18 @@ def add_draft_arguments(parser: argparse.ArgumentParser, optional: bool = True) 
     group.add_argument("--draft", help="draft name or EAGLE-3 folder (default: the one made for the target)")
     if optional:
         group.add_argument("--no-draft", action="store_true", help="plain decoding")
+    add_draft_set_argument(parser, "override what the draft's files say, e.g. norm_output=true (repeatable)")
+
+
+def add_draft_set_argument(parser: argparse.ArgumentParser, help: str) -> None:
+    """--draft-set."""
     parser.add_argument(
         "--draft-set",
         metavar="KEY=VALUE",
         type=assignment,
         action="append",
         default=[],
-        help="override what the draft's files say, e.g. norm_output=true (repeatable)",
+        help=help,
     )
 
 
