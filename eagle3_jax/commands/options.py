@@ -245,10 +245,12 @@ def add_json_argument(parser: argparse.ArgumentParser) -> None:
 
 def chosen_speculation(args: argparse.Namespace, draft: "Draft | None") -> str:
     """What --speculation says, else what suits the draft if it is registered, else the default."""
+    if args.speculation or draft is None:
+        return args.speculation or DEFAULT_SPECULATION
     from eagle3_jax.checkpoint.registry import entries
 
-    entry = None if draft is None else entries("draft").get(draft.name)
-    return args.speculation or (entry and entry.fields.get("speculation")) or DEFAULT_SPECULATION
+    entry = entries("draft").get(draft.name)
+    return (entry and entry.fields.get("speculation")) or DEFAULT_SPECULATION
 
 
 def check_speculation(args: argparse.Namespace) -> None:
