@@ -3,7 +3,6 @@
 import dataclasses
 import gzip
 import hashlib
-import importlib.util
 import logging
 import os
 import subprocess
@@ -14,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from eagle3_jax.checkpoint.files import atomic_file, parse_json, quote, read_json_value, refusing_io, user_cache
-from eagle3_jax.checkpoint.registry import configs_folder
+from eagle3_jax.checkpoint.registry import configs_folder, installed_file
 from eagle3_jax.errors import Eagle3Error
 
 log = logging.getLogger("eagle3_jax")
@@ -126,14 +125,11 @@ def _published_chats(name: str, source: Published) -> list[list[dict[str, str]]]
 
 def _published_bytes(name: str, source: Published) -> bytes:
     package, _, inside = source.file.partition("/")
-    # The spec alone: the package may need more than is installed.
-    spec = importlib.util.find_spec(package)
-    installed = [Path(folder) / inside for folder in (spec.submodule_search_locations or [])] if spec else []
-    for path in (*installed, _cached(source)):
-        if path.is_file():
-            with refusing_io(path):
-                return path.read_bytes()
-    return _download(name, source)
+    path = installed_file(package, inside) or _cached(source)
+    if not path.is_file():
+        return _download(name, source)
+    with refusing_io(path):
+        return path.read_bytes()
 
 
 def _cached(source: Published) -> Path:

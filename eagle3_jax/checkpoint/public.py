@@ -7,11 +7,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from eagle3_jax.checkpoint.dialects import DIALECTS
-from eagle3_jax.checkpoint.files import quote, reason
-from eagle3_jax.checkpoint.registry import configs_folder, locate
+from eagle3_jax.checkpoint.files import quote
+from eagle3_jax.checkpoint.registry import configs_folder, locate, read_yaml
 from eagle3_jax.checkpoint.taps import IDS_FIELD, Taps, resolve_taps
 from eagle3_jax.config import Eagle3Config, Eagle3LatentConfig
 from eagle3_jax.errors import Eagle3Error
@@ -83,10 +81,7 @@ def public_drafts() -> dict[str, PublicDraft]:
         Eagle3Error: the list is malformed.
     """
     file = configs_folder() / "drafts" / "public.yaml"
-    try:
-        listed = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError) as error:
-        raise Eagle3Error(f"{file}: cannot be read: {reason(error)}") from error
+    listed = read_yaml(file)
     if not isinstance(listed, dict) or not all(isinstance(fields, dict) for fields in listed.values()):
         raise Eagle3Error(f"{file}: names of drafts with their fields are needed")
     return {name: PublicDraft(name, _checked(fields, f"{file}: {name}")) for name, fields in listed.items()}

@@ -73,11 +73,8 @@ class Entry:
             if (folder := Path(weights["folder"])).is_dir():
                 return folder
             raise Eagle3Error(f"the weights of {self.name} are not in the folder {folder}; run: {weights['install']}")
-        # The spec alone: the package holds data, and importing it may need more than is installed.
-        spec = importlib.util.find_spec(weights["package"])
-        for folder in (spec.submodule_search_locations or []) if spec else []:
-            if (file := Path(folder) / weights["file"]).is_file():
-                return file
+        if (file := installed_file(weights["package"], weights["file"])) is not None:
+            return file
         raise Eagle3Error(f"the weights of {self.name} are not installed; run: {weights['install']}")
 
 
@@ -130,13 +127,34 @@ def locate(path: str | os.PathLike[str], kind: str) -> tuple[str, Path]:
     return (place.resolve().name if place.is_dir() else place.stem), place
 
 
-def _read(file: Path) -> Entry:
+def installed_file(package: str, file: str) -> Path | None:
+    """A file of a Python package, or None where the package or the file is not installed.
+
+    Args:
+        package: a top-level package. file: its path inside the package.
+    """
+    # The spec alone: the package holds data, and importing it may need more than is installed.
+    spec = importlib.util.find_spec(package)
+    folders = (spec.submodule_search_locations or []) if spec else []
+    return next((path for folder in folders if (path := Path(folder) / file).is_file()), None)
+
+
+def read_yaml(file: Path) -> Any:
+    """Read a YAML file.
+
+    Raises:
+        Eagle3Error: the file cannot be read or is no YAML.
+    """
     try:
-        fields = yaml.safe_load(file.read_text(encoding="utf-8"))
+        return yaml.safe_load(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise Eagle3Error(f"{file}: cannot be read: {reason(error)}") from error
     except yaml.YAMLError as error:
         raise Eagle3Error(f"{file}: not valid YAML: {' '.join(str(error).split())}") from error
+
+
+def _read(file: Path) -> Entry:
+    fields = read_yaml(file)
     kind = fields.get("kind") if isinstance(fields, dict) else None
     if not isinstance(kind, str) or kind not in _FIELDS:
         raise Eagle3Error(f"{file}: kind is {quote(kind)}; target or draft is needed")
