@@ -8,7 +8,7 @@ from typing import Any
 from eagle3_jax.checkpoint.dialects import LayerNames, find_layers, flatten, is_speculators
 from eagle3_jax.checkpoint.draft_kind import LLAMA_DRAFTS, check_kind, is_latent
 from eagle3_jax.checkpoint.files import quote
-from eagle3_jax.checkpoint.names import FORMATS, check_dtype
+from eagle3_jax.checkpoint.names import check_dtype, weight_formats
 from eagle3_jax.checkpoint.narrow import find_matrix
 from eagle3_jax.checkpoint.taps import IDS_FIELD, Taps, eagle_config, resolve_taps
 from eagle3_jax.checkpoint.tensors import TensorSource
@@ -23,7 +23,6 @@ from eagle3_jax.config import (
     parse_rope,
 )
 from eagle3_jax.errors import Eagle3Error
-from eagle3_jax.quant.weight import WeightFormats
 
 _OF_EXPERTS = """first_k_dense_replace moe_layer_freq moe_intermediate_size n_routed_experts n_shared_experts
     num_experts_per_tok n_group topk_group topk_method scoring_func norm_topk_prob routed_scaling_factor
@@ -230,8 +229,7 @@ def parse_draft(
         shares_embedding=shares_embedding,
         shares_head=shares_head,
         dtype=dtype,
-        # Single rows are gathered from the embedding.
-        weights=WeightFormats(FORMATS[dtype], exceptions=(("embed/weight", FORMATS[dtype], "nk"),)),
+        weights=weight_formats(dtype),
     )
     if (parsed.norm_before_fc or parsed.fc_norm) and (not fuses or parsed.norm_before_fc == parsed.fc_norm):
         raise Eagle3Error(f"{where}: norm_before_fc and fc_norm exclude each other, and both need fc")

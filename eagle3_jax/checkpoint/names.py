@@ -18,11 +18,22 @@ from eagle3_jax.errors import Eagle3Error
 from eagle3_jax.models.decoder import Decoder
 from eagle3_jax.models.eagle3 import Eagle3, SharedWeights
 from eagle3_jax.quant.formats import FLOAT_FORMATS
-from eagle3_jax.quant.weight import Weight
+from eagle3_jax.quant.weight import Weight, WeightFormats
 from eagle3_jax.quant.weight import named_weights as named_weights
 
 FORMATS = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}
 """Weight format of each dtype a checkpoint can be loaded in or saved as."""
+
+
+def weight_formats(dtype: str, tied: bool = False) -> WeightFormats:
+    """Formats and layouts in which a model's weights are kept when nothing else is said.
+
+    Args:
+        dtype: a key of `FORMATS`.
+        tied: whether the embedding is the head as well.
+    """
+    # Single rows are gathered from an embedding; a tied one is also the head, whose layout matters more.
+    return WeightFormats(FORMATS[dtype], exceptions=() if tied else (("embed/weight", FORMATS[dtype], "nk"),))
 
 
 @dataclasses.dataclass(frozen=True)

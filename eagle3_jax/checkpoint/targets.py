@@ -21,7 +21,7 @@ from eagle3_jax.checkpoint.folders import (
 )
 from eagle3_jax.checkpoint.gguf import GGUFSource
 from eagle3_jax.checkpoint.loading import WIDE, NarrowPolicy, load_params
-from eagle3_jax.checkpoint.names import FORMATS, abstract_params, check_dtype
+from eagle3_jax.checkpoint.names import abstract_params, check_dtype, weight_formats
 from eagle3_jax.checkpoint.orbax import is_orbax_folder, read_meta, read_params, write_params
 from eagle3_jax.checkpoint.quant_config import parse_quant_config
 from eagle3_jax.checkpoint.registry import locate
@@ -173,19 +173,12 @@ def _model(config: Mapping[str, Any], where: str, dtype: str) -> Decoder:
     """The module that a config.json describes."""
     family = family_of(config, where)
     parsed = family.parse(config, where)
-    weights = _weight_formats(parsed.tied, dtype)
-    return family.model(dataclasses.replace(parsed, dtype=dtype, weights=weights))
+    return family.model(dataclasses.replace(parsed, dtype=dtype, weights=weight_formats(dtype, parsed.tied)))
 
 
 def _with_weights(model: Decoder, weights: WeightFormats) -> Decoder:
     """The same model with weights of other formats."""
     return type(model)(dataclasses.replace(model.config, weights=weights))
-
-
-def _weight_formats(tied: bool, dtype: str) -> WeightFormats:
-    fmt = FORMATS[dtype]
-    # Single rows are gathered from an embedding; a tied one is also the head, whose layout matters more.
-    return WeightFormats(fmt, exceptions=() if tied else (("embed/weight", fmt, "nk"),))
 
 
 def _load_weights(model: Decoder, source: TensorSource, policy: NarrowPolicy) -> tuple[Decoder, Any]:
@@ -263,7 +256,7 @@ def save_target_orbax(target: Target, path: str | os.PathLike[str]) -> None:
     """
     check_target(target)
     config, named = target.model.config, named_weights(target.params)
-    default = abstract_params(_with_weights(target.model, _weight_formats(config.tied, config.dtype)))
+    default = abstract_params(_with_weights(target.model, weight_formats(config.dtype, config.tied)))
     for place, weight in named_weights(default).items():
         found = named[place]
         if found.scale is None and (found.format, found.layout) != (weight.format, weight.layout):

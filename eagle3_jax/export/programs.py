@@ -14,7 +14,7 @@ from eagle3_jax.checkpoint.draft_config import Overrides, TargetFacts, parse_dra
 from eagle3_jax.checkpoint.drafts import open_draft_folder
 from eagle3_jax.checkpoint.families import FAMILIES
 from eagle3_jax.checkpoint.folders import read_config
-from eagle3_jax.checkpoint.names import FORMATS, abstract_params, check_dtype
+from eagle3_jax.checkpoint.names import abstract_params, check_dtype, weight_formats
 from eagle3_jax.checkpoint.registry import locate
 from eagle3_jax.checkpoint.target_files import read_target_config
 from eagle3_jax.config import Fields
@@ -28,7 +28,7 @@ from eagle3_jax.models.eagle3 import Eagle3
 from eagle3_jax.quant.formats import NARROW_FORMATS, check_format
 from eagle3_jax.quant.products import chosen_mode
 from eagle3_jax.quant.quantize import KEPT, read_patterns
-from eagle3_jax.quant.weight import WeightFormats, named_weights
+from eagle3_jax.quant.weight import named_weights
 from eagle3_jax.sharding import DATA, MODEL, weight_shardings
 from eagle3_jax.training.initial import draft_config
 
@@ -238,8 +238,7 @@ def abstract_target(program: Program) -> Decoder:
         if windows := getattr(config, "windows", ()):
             changes["windows"] = windows[: program.layers]
         config = dataclasses.replace(config, **changes)
-    fmt = FORMATS[program.dtype]
-    formats = WeightFormats(fmt, exceptions=() if config.tied else (("embed/weight", fmt, "nk"),))
+    formats = weight_formats(program.dtype, config.tied)
     module: Any = FAMILIES[config.family].model
     return _narrowed(module, dataclasses.replace(config, dtype=program.dtype, weights=formats), program, "target")
 
@@ -256,10 +255,8 @@ def abstract_draft(program: Program, target: Decoder) -> Eagle3:
         if odd := sorted(set(settings) - set(known)):
             raise Eagle3Error(f"a new draft has no setting {odd[0]!r:.40}; it has {', '.join(known)}")
         _check_settings(settings, target.config.vocab_size)
-        fmt = FORMATS[program.dtype]
-        formats = WeightFormats(fmt, exceptions=(("embed/weight", fmt, "nk"),))
         config = draft_config(target.config, **{"draft_vocab_size": 0, **settings})
-        config = dataclasses.replace(config, dtype=program.dtype, weights=formats)
+        config = dataclasses.replace(config, dtype=program.dtype, weights=weight_formats(program.dtype))
     else:
         assert program.draft is not None
         _, folder = locate(program.draft, "draft")
