@@ -20,7 +20,7 @@ from eagle3_jax.checkpoint.draft_config import (
 from eagle3_jax.checkpoint.draft_kind import check_kind
 from eagle3_jax.checkpoint.drafts import open_draft_folder
 from eagle3_jax.checkpoint.families import FAMILIES, family_of
-from eagle3_jax.checkpoint.files import map_file, refusing_io
+from eagle3_jax.checkpoint.files import refusing_io
 from eagle3_jax.checkpoint.folders import is_draft, read_config
 from eagle3_jax.checkpoint.gguf import GGUFSource
 from eagle3_jax.checkpoint.maps import read_target_ids
@@ -149,8 +149,6 @@ def _describe_target(found: Description, config: Mapping[str, Any], where: str) 
 
 
 def _describe_gguf(file: Path) -> Description:
-    if map_file(file)[:4] != b"GGUF":
-        raise Eagle3Error(f"{file}: not a GGUF file; give a GGUF file or the folder of a checkpoint")
     source = GGUFSource(file)
     found = Description("target", None, "gguf", tensors=_table(source))
     config = source.config()

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from eagle3_jax.checkpoint.files import map_file, quote
-from eagle3_jax.checkpoint.gguf_header import GGUFTensor, read_header
+from eagle3_jax.checkpoint.gguf_header import MAGIC, GGUFTensor, read_header
 from eagle3_jax.checkpoint.tensors import TensorSource
 from eagle3_jax.errors import Eagle3Error
 
@@ -66,8 +66,11 @@ class GGUFSource(TensorSource):
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
-        self._gguf = _import_gguf()
         self._buffer = map_file(self.path)
+        # Before the package is missed: another file does not need it.
+        if self._buffer[: len(MAGIC)] != MAGIC:
+            raise Eagle3Error(f"{self.path}: not a GGUF file; give a GGUF file or the folder of a checkpoint")
+        self._gguf = _import_gguf()
         self.metadata, tensors = read_header(self._buffer, self.path, self._gguf)
         self._fields = _Fields(self.metadata, str(self.path))
         self._fields.check_architecture()

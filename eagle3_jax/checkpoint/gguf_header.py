@@ -19,6 +19,7 @@ import numpy as np
 from eagle3_jax.checkpoint.files import quote
 from eagle3_jax.errors import Eagle3Error
 
+MAGIC = b"GGUF"
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
 _MAX_DIMS = 4
@@ -112,7 +113,7 @@ def read_header(buffer: mmap.mmap, path: Path, gguf: ModuleType) -> tuple[dict[s
     """Read the whole header.
 
     Args:
-        buffer: the mapped file.
+        buffer: the mapped file, which begins with `MAGIC`.
         path: its name for messages.
         gguf: the `gguf` package.
 
@@ -120,11 +121,10 @@ def read_header(buffer: mmap.mmap, path: Path, gguf: ModuleType) -> tuple[dict[s
         The metadata (arrays as lists) and the tensors, by their names in the file.
 
     Raises:
-        Eagle3Error: not a GGUF file, truncated or malformed, or a tensor type that gguf cannot dequantise.
+        Eagle3Error: truncated or malformed, of another version, or a tensor type that gguf cannot dequantise.
     """
     cursor = _Cursor(buffer, path)
-    if cursor.take(4) != b"GGUF":
-        raise Eagle3Error(f"{path}: not a GGUF file: it does not begin with GGUF; give a .gguf file")
+    cursor.at = len(MAGIC)
     version = cursor.one("I")
     if version not in (2, 3):
         kind = "big-endian" if version & 0xFFFF == 0 else f"version {version}"

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from eagle3_jax.checkpoint.families import FAMILIES, config_fields, family_of
-from eagle3_jax.checkpoint.files import map_file, read_json, refusing_io, write_json_atomic
+from eagle3_jax.checkpoint.files import read_json, refusing_io, write_json_atomic
 from eagle3_jax.checkpoint.folders import (
     atomic_folder,
     check_eos_ids,
@@ -134,8 +134,6 @@ def _load_folder(name: str, folder: Path, dtype: str, policy: NarrowPolicy) -> T
 
 
 def _load_gguf(name: str, file: Path, dtype: str) -> Target:
-    if map_file(file)[:4] != b"GGUF":
-        raise Eagle3Error(f"{file}: not a GGUF file; give a GGUF file or the folder of a checkpoint")
     source = GGUFSource(file)
     config = source.config()
     if (factors := config.pop("rope_freq_factors", None)) is not None:
