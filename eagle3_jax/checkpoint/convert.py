@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from eagle3_jax.checkpoint.dialects import DraftTensors, flatten, is_speculators
-from eagle3_jax.checkpoint.draft_config import NO_OVERRIDES, Overrides, ParsedDraft, TargetFacts, parse_draft
+from eagle3_jax.checkpoint.draft_config import Overrides, ParsedDraft, TargetFacts, parse_draft
 from eagle3_jax.checkpoint.draft_writer import FILLED_IN, write_draft
 from eagle3_jax.checkpoint.drafts import open_draft_folder
 from eagle3_jax.checkpoint.files import refusing_io
@@ -58,7 +58,7 @@ def convert_draft(
     Example:
         >>> convert_draft("my-draft", "my-speculator", "speculators")  # doctest: +SKIP
     """
-    given = Overrides.read(overrides) if overrides else NO_OVERRIDES
+    given = Overrides.read(overrides)
     name, folder = locate_draft(path)
     with refusing_io(folder):
         config, source = read_config(folder), open_draft_folder(folder)

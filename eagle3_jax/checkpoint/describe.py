@@ -10,13 +10,7 @@ from typing import Any
 
 from eagle3_jax.checkpoint.convert import guess_target
 from eagle3_jax.checkpoint.dialects import find_layers, flatten, is_speculators
-from eagle3_jax.checkpoint.draft_config import (
-    NO_OVERRIDES,
-    Overrides,
-    TargetFacts,
-    dialect_of,
-    parse_draft,
-)
+from eagle3_jax.checkpoint.draft_config import Overrides, TargetFacts, dialect_of, parse_draft
 from eagle3_jax.checkpoint.draft_kind import check_kind
 from eagle3_jax.checkpoint.drafts import open_draft_folder
 from eagle3_jax.checkpoint.families import FAMILIES, family_of
@@ -96,7 +90,7 @@ def describe(
         elif is_orbax_folder(place):
             found = _describe_orbax(place)
         else:
-            found = _describe_folder(place, target, Overrides.read(overrides) if overrides else NO_OVERRIDES)
+            found = _describe_folder(place, target, Overrides.read(overrides))
     found.warnings += [message for message in heard if message not in found.warnings]
     return found
 

@@ -64,12 +64,13 @@ class Overrides:
     dtype: str | None = None
 
     @classmethod
-    def read(cls, overrides: Mapping[str, Any]) -> "Overrides":
-        """Check a mapping of overrides.
+    def read(cls, overrides: Mapping[str, Any] | None) -> "Overrides":
+        """Check a mapping of overrides; None has none.
 
         Raises:
             Eagle3Error: an unknown name, or a value of the wrong kind.
         """
+        overrides = overrides or {}
         names = [field.name for field in dataclasses.fields(cls)]
         if unknown := [name for name in overrides if name not in names]:
             raise Eagle3Error(f"override {quote(unknown[0])} is not known; the overrides are {', '.join(names)}")
@@ -91,9 +92,6 @@ class Overrides:
         if "dtype" in values:
             check_dtype(values["dtype"])
         return cls(**values)
-
-
-NO_OVERRIDES = Overrides()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,7 +139,7 @@ def parse_draft(
     source: TensorSource,
     target: TargetFacts,
     where: str,
-    overrides: Overrides = NO_OVERRIDES,
+    overrides: Overrides,
 ) -> ParsedDraft:
     """Find out what a draft is.
 

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from eagle3_jax.checkpoint.dialects import DraftTensors
-from eagle3_jax.checkpoint.draft_config import NO_OVERRIDES, Overrides, ParsedDraft, TargetFacts, parse_draft
+from eagle3_jax.checkpoint.draft_config import Overrides, ParsedDraft, TargetFacts, parse_draft
 from eagle3_jax.checkpoint.draft_writer import write_draft
 from eagle3_jax.checkpoint.files import refusing_io
 from eagle3_jax.checkpoint.folders import read_config
@@ -103,7 +103,7 @@ def load_draft(
         raise Eagle3Error(f"overrides are a {type(overrides).__name__}; a mapping of names to values is needed")
     if not isinstance(target, Target):
         raise Eagle3Error(f"the target is a {type(target).__name__}; give what load_target gives")
-    given = Overrides.read(overrides) if overrides else NO_OVERRIDES
+    given = Overrides.read(overrides)
     name, folder = locate_draft(path)
     with refusing_io(folder):
         return _load_folder(name, folder, target, given, NarrowPolicy.default(widen, activations))
