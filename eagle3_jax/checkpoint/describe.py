@@ -168,16 +168,12 @@ def _names_taps(config: Mapping[str, Any], where: str) -> bool:
 
 def _describe_folder(folder: Path, target: str | os.PathLike[str] | None, overrides: Overrides) -> Description:
     config, where = read_config(folder), str(folder / "config.json")
-    draft = is_draft(config)
-    if not draft:
-        source = open_draft_folder(folder)
-        draft = is_draft(config, source)
-    if not draft:
+    source = open_draft_folder(folder)
+    if not is_draft(config, source):
         found = Description("target", _architecture(config), "huggingface")
         found.tensors = _table(open_checkpoint_folder(folder))
         _describe_target(found, config, where)
         return found
-    source = open_draft_folder(folder)
     found = Description("draft", _architecture(config), None)
     found.tensors = {source.stored(name): about for name, about in _table(source).items()}
     try:
