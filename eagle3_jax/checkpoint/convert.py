@@ -15,7 +15,7 @@ from eagle3_jax.checkpoint.drafts import open_draft_folder
 from eagle3_jax.checkpoint.files import refusing_io
 from eagle3_jax.checkpoint.folders import read_config
 from eagle3_jax.checkpoint.maps import read_target_ids
-from eagle3_jax.checkpoint.names import FORMATS, HeadRows, abstract_params, check_finite, named_weights
+from eagle3_jax.checkpoint.names import FORMATS, HeadRows, abstract_params, check_finite
 from eagle3_jax.checkpoint.public import locate_draft
 from eagle3_jax.checkpoint.taps import IDS_FIELD, eagle_config
 from eagle3_jax.checkpoint.target_files import read_target_config, read_target_embedding
@@ -23,6 +23,7 @@ from eagle3_jax.checkpoint.tensors import DTYPES
 from eagle3_jax.config import Fields
 from eagle3_jax.errors import Eagle3Error
 from eagle3_jax.models.eagle3 import Eagle3
+from eagle3_jax.quant.weight import named_weights
 
 _DTYPE_NAMES = {DTYPES[stored]: name for stored, name in zip(("F32", "BF16", "F16"), FORMATS, strict=True)}
 _TAPS = 3

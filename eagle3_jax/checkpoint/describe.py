@@ -18,7 +18,7 @@ from eagle3_jax.checkpoint.files import refusing_io
 from eagle3_jax.checkpoint.folders import is_draft, read_config
 from eagle3_jax.checkpoint.gguf import GGUFSource
 from eagle3_jax.checkpoint.maps import read_target_ids
-from eagle3_jax.checkpoint.names import abstract_params, named_weights
+from eagle3_jax.checkpoint.names import abstract_params
 from eagle3_jax.checkpoint.orbax import is_orbax_folder, read_meta
 from eagle3_jax.checkpoint.public import locate_draft, public_drafts
 from eagle3_jax.checkpoint.quant_config import parse_quant_config
@@ -27,6 +27,7 @@ from eagle3_jax.checkpoint.taps import IDS_FIELD, eagle_config
 from eagle3_jax.checkpoint.target_files import read_target_config
 from eagle3_jax.checkpoint.tensors import TensorSource, open_checkpoint_folder
 from eagle3_jax.errors import Eagle3Error
+from eagle3_jax.quant.weight import named_weights
 
 log = logging.getLogger("eagle3_jax")
 

@@ -19,7 +19,6 @@ from eagle3_jax.models.decoder import Decoder
 from eagle3_jax.models.eagle3 import Eagle3, SharedWeights
 from eagle3_jax.quant.formats import FLOAT_FORMATS
 from eagle3_jax.quant.weight import Weight, WeightFormats
-from eagle3_jax.quant.weight import named_weights as named_weights
 
 FORMATS = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}
 """Weight format of each dtype a checkpoint can be loaded in or saved as."""

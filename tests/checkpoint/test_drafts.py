@@ -28,11 +28,11 @@ from eagle3_jax.api import score_draft
 from eagle3_jax.checkpoint import draft_writer, drafts
 from eagle3_jax.checkpoint.dialects import DraftTensors, find_layers
 from eagle3_jax.checkpoint.drafts import load_draft, save_draft
-from eagle3_jax.checkpoint.names import named_weights
 from eagle3_jax.checkpoint.taps import resolve_taps, tap_fields
 from eagle3_jax.checkpoint.targets import load_target
 from eagle3_jax.checkpoint.tensors import SafetensorsSource
 from eagle3_jax.errors import Eagle3Error
+from eagle3_jax.quant.weight import named_weights
 
 A, B, C, D, E, F = (DRAFTS / name for name in TARGET_OF)
 each_draft = pytest.mark.parametrize("name", TARGET_OF)

@@ -5,10 +5,11 @@ from loading import target
 
 from eagle3_jax.checkpoint.dialects import LayerNames
 from eagle3_jax.checkpoint.drafts import load_draft
-from eagle3_jax.checkpoint.names import HeadRows, abstract_params, named_weights
+from eagle3_jax.checkpoint.names import HeadRows, abstract_params
 from eagle3_jax.checkpoint.public import public_drafts
 from eagle3_jax.errors import Eagle3Error
 from eagle3_jax.models.eagle3 import Eagle3
+from eagle3_jax.quant.weight import named_weights
 
 # H, I, heads, key-value heads, head width as the config has it, V, Vd, layer ids, taps
 PUBLISHED = {

@@ -12,9 +12,10 @@ from loading import TARGETS, Edit, change, drop, edited, poison, put, target, te
 
 from eagle3_jax.checkpoint.dialects import LayerNames
 from eagle3_jax.checkpoint.families import FAMILIES
-from eagle3_jax.checkpoint.names import abstract_params, named_weights
+from eagle3_jax.checkpoint.names import abstract_params
 from eagle3_jax.checkpoint.targets import _llama3_scaling, default_dtype, load_target
 from eagle3_jax.errors import Eagle3Error
+from eagle3_jax.quant.weight import named_weights
 
 TIED, UNTIED = TARGETS / "llama_tied", TARGETS / "llama_gqa_rope3"
 Q = "model.layers.3.self_attn.q_proj.weight"
