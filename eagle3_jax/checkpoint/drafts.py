@@ -20,13 +20,7 @@ from eagle3_jax.checkpoint.files import refusing_io
 from eagle3_jax.checkpoint.folders import read_config
 from eagle3_jax.checkpoint.loading import NarrowPolicy, load_params
 from eagle3_jax.checkpoint.maps import read_target_ids
-from eagle3_jax.checkpoint.names import (
-    abstract_params,
-    check_dtype,
-    check_finite,
-    named_weights,
-    to_file,
-)
+from eagle3_jax.checkpoint.names import abstract_params, check_dtype, check_finite, to_file
 from eagle3_jax.checkpoint.orbax import is_orbax_folder
 from eagle3_jax.checkpoint.pickles import PICKLE_FILE, PickleSource
 from eagle3_jax.checkpoint.public import locate_draft
@@ -35,7 +29,7 @@ from eagle3_jax.checkpoint.targets import Target
 from eagle3_jax.checkpoint.tensors import INDEX_FILE, SINGLE_FILE, open_checkpoint_folder
 from eagle3_jax.errors import Eagle3Error
 from eagle3_jax.models.eagle3 import Eagle3
-from eagle3_jax.quant.weight import Weight, formats_of
+from eagle3_jax.quant.weight import Weight, formats_of, named_weights
 
 log = logging.getLogger("eagle3_jax")
 
