@@ -29,7 +29,7 @@ from eagle3_jax.checkpoint.tensors import SINGLE_FILE, TensorSource, write_safet
 from eagle3_jax.errors import Eagle3Error
 from eagle3_jax.quant.formats import NARROW_FORMATS
 from eagle3_jax.quant.fp8 import E4M3FN, largest
-from eagle3_jax.quant.quantize import SCHEMES
+from eagle3_jax.quant.quantize import SCHEMES, encode_matrix
 
 QUARK_SCHEMES = ("ptpc_fp8", "mxfp4", "fp8")
 KEPT = "fc|lm_head"
@@ -70,8 +70,7 @@ def quantized_modules(shapes: Mapping[str, tuple[int, ...]], exclude: str) -> li
         Eagle3Error: no regular expression.
     """
     pattern = _pattern(exclude)
-    linear = [name.removesuffix(".weight") for name, shape in shapes.items() if _is_linear(name, shape)]
-    return [module for module in linear if not pattern.fullmatch(module)]
+    return [module for module in _linear_modules(shapes) if not pattern.fullmatch(module)]
 
 
 def quantized_layout(module: str, shape: tuple[int, ...], scheme: str) -> dict[str, tuple[np.dtype, tuple[int, ...]]]:
@@ -136,11 +135,11 @@ def quantize_folder(
         if module == name or module not in modules:
             tensors[name] = source.read(name)
             continue
-        made = _quantized(source, module, scheme, (maxima or {}).get(module))
+        wide = _read_wide(source, name)
+        made = _quantized(wide, module, scheme, (maxima or {}).get(module), f"{source.path}: tensor {name}")
         tensors |= made
-        layers.append(_measured(module, source.read(name), made, scheme))
-    kept = [name.removesuffix(".weight") for name, shape in shapes.items() if _is_linear(name, shape)]
-    excluded = sorted(set(kept) - set(modules))
+        layers.append(_measured(module, wide, made, scheme))
+    excluded = sorted(set(_linear_modules(shapes)) - set(modules))
     fields = {**config, FIELD: quark_config(scheme, [*excluded, f"re:{_pattern(exclude).pattern}$"])}
     with atomic_folder(out) as new:
         write_safetensors(new / SINGLE_FILE, tensors, {"format": "pt"})
@@ -214,9 +213,10 @@ def _tensor_spec(scheme: str, weight: bool) -> dict[str, Any]:
     }
 
 
-def _is_linear(name: str, shape: tuple[int, ...]) -> bool:
-    module = name.removesuffix(".weight")
-    return module != name and len(shape) == 2 and module.rpartition(".")[2] not in _NOT_LINEAR
+def _linear_modules(shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
+    matrices = [name for name, shape in shapes.items() if name.endswith(".weight") and len(shape) == 2]
+    modules = [name.removesuffix(".weight") for name in matrices]
+    return [module for module in modules if module.rpartition(".")[2] not in _NOT_LINEAR]
 
 
 def _pattern(exclude: str) -> re.Pattern[str]:
@@ -227,23 +227,20 @@ def _pattern(exclude: str) -> re.Pattern[str]:
         raise Eagle3Error(f"exclude {quote(exclude)} is no regular expression: {error}") from error
 
 
-def _quantized(source: TensorSource, module: str, scheme: str, maximum: float | None) -> dict[str, np.ndarray]:
-    name, narrow = f"{module}.weight", NARROW_FORMATS[SCHEMES[scheme]]
+def _read_wide(source: TensorSource, name: str) -> np.ndarray:
     stored = find_matrix(source, name)
     if stored is None or stored.format is not None or source.format(name) not in _PLAIN:
         raise Eagle3Error(f"{source.path}: tensor {name} is stored as {source.format(name)}; a wide one is needed")
-    matrix = source.read(name).astype(np.float32)
-    if not np.isfinite(matrix).all():
-        raise Eagle3Error(f"{source.path}: tensor {name} holds NaN or infinity; only finite weights can be quantised")
-    if not narrow.fits(matrix.shape):
-        raise Eagle3Error(
-            f"{source.path}: tensor {name} has {matrix.shape[1]} inputs, no multiple of {narrow.columns}; exclude it"
-        )
-    codes, scale = narrow.encode(matrix)
+    return source.read(name)
+
+
+def _quantized(wide: np.ndarray, module: str, scheme: str, maximum: float | None, what: str) -> dict[str, np.ndarray]:
+    name = f"{module}.weight"
+    codes, scale = encode_matrix(wide.astype(np.float32), SCHEMES[scheme], what)
     values = {name: codes, f"{name}_scale": scale}
     if maximum is not None:
         values[f"{module}.input_scale"] = np.array(maximum / largest(E4M3FN), np.float32)
-    layout = quantized_layout(module, matrix.shape, scheme)
+    layout = quantized_layout(module, wide.shape, scheme)
     return {part: values[part].view(dtype).reshape(shape) for part, (dtype, shape) in layout.items()}
 
 

@@ -156,15 +156,27 @@ def wide_values(weight: Weight) -> np.ndarray:
     return np.asarray(value.swapaxes(-1, -2) if weight.layout == "kn" else value, np.float32)
 
 
-def _quantized(weight: Weight, format: str, mode: str, what: str) -> Weight:
-    if weight.scale is not None:
-        raise Eagle3Error(f"{what} is stored as {weight.format} already; dequantise it first")
-    matrix, narrow = wide_values(weight), NARROW_FORMATS[format]
+def encode_matrix(matrix: np.ndarray, format: str, what: str) -> tuple[np.ndarray, np.ndarray]:
+    """Codes and scales of a matrix.
+
+    Args:
+        matrix: float32 [..., N, K].
+        format: a key of `NARROW_FORMATS`.
+        what: the matrix's name for messages.
+
+    Raises:
+        Eagle3Error: NaN or infinity in it, or a width that the format cannot group.
+    """
+    narrow = NARROW_FORMATS[format]
     if not np.isfinite(matrix).all():
         raise Eagle3Error(f"{what} holds NaN or infinity; only finite weights can be quantised")
     if not narrow.fits(matrix.shape):
-        raise Eagle3Error(
-            f"{what} takes {matrix.shape[-1]} inputs, no multiple of {narrow.columns}; exclude it from {format}"
-        )
-    codes, scale = narrow.encode(matrix)
+        raise Eagle3Error(f"{what} takes {matrix.shape[-1]} inputs, no multiple of {narrow.columns}; exclude it")
+    return narrow.encode(matrix)
+
+
+def _quantized(weight: Weight, format: str, mode: str, what: str) -> Weight:
+    if weight.scale is not None:
+        raise Eagle3Error(f"{what} is stored as {weight.format} already; dequantise it first")
+    codes, scale = encode_matrix(wide_values(weight), format, what)
     return Weight(jax.device_put(codes), jax.device_put(scale), format, "nk", weight.axes, None, mode)
