@@ -27,7 +27,7 @@ from eagle3_jax.models.decoder import Decoder
 from eagle3_jax.models.eagle3 import Eagle3
 from eagle3_jax.quant.formats import NARROW_FORMATS, check_format
 from eagle3_jax.quant.products import chosen_mode
-from eagle3_jax.quant.quantize import KEPT, read_patterns
+from eagle3_jax.quant.quantize import KEPT, read_patterns, stays
 from eagle3_jax.quant.weight import named_weights
 from eagle3_jax.sharding import DATA, MODEL, weight_shardings
 from eagle3_jax.training.initial import draft_config
@@ -305,8 +305,7 @@ def _narrowed(module: Any, config: Any, program: Program, side: str) -> Any:
     for path, fmt, layout in config.weights.exceptions:
         exceptions[path] = (fmt, layout)
     for path, weight in named_weights(abstract_params(module(config))).items():
-        place = path.removesuffix("/weight")
-        if weight.layout == "n" or any(pattern.fullmatch(place) for pattern in patterns):
+        if stays(path, weight, patterns):
             continue
         if not NARROW_FORMATS[name].fits((*weight.shape[:-2], weight.shape[-1], weight.shape[-2])):
             raise Eagle3Error(f"{path} takes {weight.shape[-2]} inputs, which {name} cannot group; keep it")

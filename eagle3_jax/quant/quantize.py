@@ -67,8 +67,7 @@ def quantize_tree(params: Any, scheme: str, exclude: Collection[str] = KEPT, act
 
     def narrowed(keys: tuple[Any, ...], leaf: Any) -> Any:
         path = tree_path(keys)
-        module = path.removesuffix("/weight")
-        if not is_weight(leaf) or leaf.layout == "n" or any(pattern.fullmatch(module) for pattern in patterns):
+        if not is_weight(leaf) or stays(path, leaf, patterns):
             return leaf
         return _quantized(leaf, format, mode, path or "the weight")
 
@@ -91,6 +90,18 @@ def read_patterns(patterns: Collection[str], what: str) -> list[re.Pattern[str]]
         return [re.compile(pattern) for pattern in patterns]
     except re.error as error:
         raise Eagle3Error(f"{what} {error.pattern!r} is no regular expression: {error}") from error
+
+
+def stays(path: str, weight: Weight, kept: Collection[re.Pattern[str]]) -> bool:
+    """Whether quantising leaves a weight as it is: a vector, or of a module whose whole path matches a pattern.
+
+    Args:
+        path: of the weight in the tree, e.g. "layers_3/mlp/down/weight".
+        weight: the weight, with or without values.
+        kept: the patterns, as `read_patterns` gives them.
+    """
+    module = path.removesuffix("/weight")
+    return weight.layout == "n" or any(pattern.fullmatch(module) for pattern in kept)
 
 
 def dequantize_tree(params: Any, format: str = "f32", layout: str = "kn") -> Any:
