@@ -398,7 +398,7 @@ def speculative_generate(
     """
     check_request(token_ids, lengths, sampling, target_model.config, config)
     keys = check_keys(keys, token_ids.shape[0])
-    setup = Setup(target_model, _drafter(draft_model, target_model, config), config)
+    setup = Setup(target_model, make_drafter(draft_model, target_model, config), config)
     params = (target_params, draft_params)
     state = prefill(setup, params, token_ids, lengths, keys, sampling)
     return result(run_rounds(setup, params, sampling, state, config.max_new_tokens))
@@ -428,8 +428,12 @@ def generate(
     )
 
 
-def _drafter(draft_model: Eagle3 | Drafter | None, target_model: Decoder, config: GenerationConfig) -> Drafter:
-    """The drafter of a draft model that fits the target; None drafts nothing."""
+def make_drafter(draft_model: Eagle3 | Drafter | None, target_model: Decoder, config: GenerationConfig) -> Drafter:
+    """The drafter of a draft model, with the cache that the configuration gives it; None drafts nothing.
+
+    Raises:
+        Eagle3Error: a draft of another target, or a draft's page size for a drafter that has its own.
+    """
     if isinstance(draft_model, Eagle3):
         check_pair(draft_model.config, target_model.config)
         return Eagle3Drafter(draft_model, config.draft_page_size, config.draft_cache_format, config.draft_cache_scales)
@@ -473,7 +477,7 @@ def stream(
     keys = check_keys(keys, token_ids.shape[0])
     if rounds_per_call < 1:
         raise Eagle3Error(f"rounds_per_call is {rounds_per_call}; at least 1 is needed")
-    setup = Setup(target_model, _drafter(draft_model, target_model, config), config)
+    setup = Setup(target_model, make_drafter(draft_model, target_model, config), config)
     params = (target_params, () if draft_model is None else draft_params)
     state = jitted_prefill(setup, params, token_ids, lengths, keys, sampling)
     yield jax.device_get(result(state))
