@@ -23,7 +23,7 @@ from tqdm import tqdm
 
 from eagle3_jax.checkpoint.drafts import Draft
 from eagle3_jax.checkpoint.targets import Target
-from eagle3_jax.decoding.drafters import Eagle3Drafter, NoDrafter, Verified
+from eagle3_jax.decoding.drafters import Drafter, Eagle3Drafter, NoDrafter, Verified
 from eagle3_jax.decoding.loop import (
     ERROR,
     Generation,
@@ -32,6 +32,7 @@ from eagle3_jax.decoding.loop import (
     State,
     generate,
     jitted_prefill,
+    make_drafter,
     run_rounds,
     speculative_generate,
     target_pass,
@@ -71,6 +72,7 @@ def run_bench(
     seed: int,
     repeats: int,
     concurrencies: Sequence[int],
+    config: GenerationConfig = GenerationConfig(),
 ) -> dict[str, Any]:
     """Measure the floor, the stages, and each speculation against plain decoding.
 
@@ -81,6 +83,7 @@ def run_bench(
         max_new_tokens, temperature, seed: of the cells.
         repeats: turns of each measurement.
         concurrencies: prompts of one batch; every size is measured.
+        config: formats and pages of the caches; its other fields are set here.
 
     Returns:
         The report, ready for JSON; its keys are part of the command line's contract.
@@ -90,19 +93,21 @@ def run_bench(
     """
     chains = {text: parse_speculation(text) for text in speculations}
     batches = {size: _batches(*prompts, size) for size in concurrencies}
+    formats = {name: getattr(config, name) for name in ("cache_format", "draft_cache_format")}
     calls = repeats * (1 + len(chains)) * sum(len(part) for part in batches.values())
     # disable=None: a bar on a terminal, nothing elsewhere.
     with tqdm(desc="bench", total=2 + calls, disable=None, leave=False) as bar:
         before = measure_floor(target.params)
         bar.update()
-        stages = measure_stages(target, draft, prompts, next(iter(chains.values())), repeats)
+        stages = measure_stages(target, draft, prompts, next(iter(chains.values())), repeats, config)
         bar.update()
         cells = []
         for size, part in batches.items():
             sampling = Sampling.make(size, temperature=temperature, eos_ids=target.eos_ids, max_tokens=max_new_tokens)
-            found = _measure_cells(target, draft, part, chains, max_new_tokens, sampling, seed, repeats, bar.update)
+            settings = (max_new_tokens, sampling, seed, repeats, config)
+            found = _measure_cells(target, draft, part, chains, *settings, bar.update)
             for text, cell in zip(chains, found, strict=True):
-                cells.append({"prompts": prompts_name, "speculation": text, "concurrency": size, **cell})
+                cells.append({"prompts": prompts_name, "speculation": text, "concurrency": size, **cell, **formats})
     # A shared machine's bandwidth drifts: the floor is the best it showed, before or after the rest.
     floor = max(before, measure_floor(target.params), key=lambda floor: floor["bytes_per_second"])
     return {
@@ -145,7 +150,12 @@ def measure_floor(params: Any, tries: int = 20) -> dict[str, Any]:
 
 
 def measure_stages(
-    target: Target, draft: Draft, prompts: tuple[Array, Array], chain: Chain, repeats: int
+    target: Target,
+    draft: Draft,
+    prompts: tuple[Array, Array],
+    chain: Chain,
+    repeats: int,
+    config: GenerationConfig = GenerationConfig(),
 ) -> dict[str, Any]:
     """Seconds of a plain step, of verify passes, of a draft step, and what a round adds to its passes.
 
@@ -153,8 +163,9 @@ def measure_stages(
     sampling, acceptance and bookkeeping.
     """
     params: Params = (target.params, draft.params)
-    plain, plain_state = _prefilled(target, NoDrafter(), params, prompts, chain)
-    spec, state = _prefilled(target, Eagle3Drafter(draft.model), params, prompts, chain)
+    config = dataclasses.replace(config, speculation=chain, transforms=())
+    plain, plain_state = _prefilled(target, NoDrafter(), params, prompts, config)
+    spec, state = _prefilled(target, make_drafter(draft.model, target.model, config), params, prompts, config)
     rounds = jax.jit(run_rounds, static_argnums=0)
     greedy, sampled = Sampling.make(1, ignore_eos=True), Sampling.make(1, temperature=1.0, ignore_eos=True)
     width = chain.length + 1
@@ -162,7 +173,7 @@ def measure_stages(
         "plain": lambda n: rounds(plain, params, greedy, plain_state, n),
         "greedy": lambda n: rounds(spec, params, greedy, state, n),
         "sampled": lambda n: rounds(spec, params, sampled, state, n),
-        "draft": lambda n: _draft_steps(spec, Eagle3Drafter(draft.model), params, state, n),
+        "draft": lambda n: _draft_steps(spec, params, state, n),
         "chain": lambda n: _draft_chains(spec, params, state, n),
         **{
             f"verify {rows}": partial(_verify_passes, spec, rows, params, state)
@@ -189,19 +200,19 @@ def measure_stages(
 
 
 def _prefilled(
-    target: Target, drafter: Any, params: Params, prompts: tuple[Array, Array], chain: Chain
+    target: Target, drafter: Drafter, params: Params, prompts: tuple[Array, Array], config: GenerationConfig
 ) -> tuple[Setup, State]:
     """One row with CONTEXT tokens in its caches (the first prompt, repeated) and room for LONG rounds."""
-    room = LONG * (max(chain.length + 1, *VERIFY_ROWS)) + 1
+    drafts = config.speculation.length
+    room = LONG * (max(drafts + 1, *VERIFY_ROWS)) + 1
     if CONTEXT + room > target.model.config.max_position:
         raise Eagle3Error(
             f"{target.name} has a context of {target.model.config.max_position}; "
-            f"measuring {chain.length} drafts a round needs {CONTEXT + room}"
+            f"measuring {drafts} drafts a round needs {CONTEXT + room}"
         )
     first = np.asarray(prompts[0])[0, : int(prompts[1][0])]
     ids = jnp.asarray(np.resize(first, (1, CONTEXT)), jnp.int32)
-    config = GenerationConfig(max_new_tokens=room, speculation=chain, transforms=())
-    setup = Setup(target.model, drafter, config)
+    setup = Setup(target.model, drafter, dataclasses.replace(config, max_new_tokens=room))
     sampling = Sampling.make(1, ignore_eos=True)
     lengths = jnp.full((1,), CONTEXT, jnp.int32)
     state = jitted_prefill(setup, params, ids, lengths, row_keys(0, 1), sampling)
@@ -247,9 +258,11 @@ def _draft_chains(setup: Setup, params: Params, state: State, iterations: Array)
     return lax.fori_loop(0, iterations, body, (start, state.draft_cache))[0]
 
 
-@partial(jax.jit, static_argnums=(0, 1))
-def _draft_steps(setup: Setup, drafter: Eagle3Drafter, params: Params, state: State, iterations: Array) -> Array:
+@partial(jax.jit, static_argnums=0)
+def _draft_steps(setup: Setup, params: Params, state: State, iterations: Array) -> Array:
     """`iterations` draft passes of one token, head included."""
+    drafter = setup.drafter
+    assert isinstance(drafter, Eagle3Drafter)
     model, weights = drafter.model, (params[1], params[0])
 
     def body(_: Array, carry: tuple) -> tuple:
@@ -283,6 +296,7 @@ def _measure_cells(
     sampling: Sampling,
     seed: int,
     repeats: int,
+    config: GenerationConfig,
     done: Callable[[], Any],
 ) -> list[dict[str, Any]]:
     """Plain and every speculation over all batches, in turns: one cell for each speculation."""
@@ -290,7 +304,7 @@ def _measure_cells(
     transforms = tuple(name for name in TRANSFORMS if name in used)
     # No longer than the context: the result is as wide as what is asked for.
     capacity = min(max_new_tokens, target.model.config.max_position)
-    plain_config = GenerationConfig(capacity, transforms=transforms)
+    plain_config = dataclasses.replace(config, max_new_tokens=capacity, transforms=transforms)
     request = (row_keys(seed, len(batches[0][1])), sampling)
     run_plain = jax.jit(generate, static_argnames=("model", "config"))
     run_speculative = jax.jit(speculative_generate, static_argnames=("target_model", "draft_model", "config"))

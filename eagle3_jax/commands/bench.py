@@ -4,6 +4,7 @@ import argparse
 import json
 import re
 
+from eagle3_jax.commands.caches import add_cache_arguments, cache_config
 from eagle3_jax.commands.options import (
     DEFAULT_SPECULATION,
     add_draft_arguments,
@@ -34,6 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_prompt_set_arguments(parser)
     parser.add_argument("--temperature", type=number(0, 1e6), default=0.0, help="0 is greedy (default)")
     add_seed_argument(parser)
+    add_cache_arguments(parser)
     parser.add_argument("--repeats", type=whole(1, 1000), default=3, help="turns of each measurement (default: 3)")
     parser.add_argument(
         "--concurrency",
@@ -59,6 +61,7 @@ def run(args: argparse.Namespace) -> int:
     speculations = split_speculations(args.speculation or [DEFAULT_SPECULATION])
     for text in speculations:
         parse_speculation(text)
+    config = cache_config(args)
     if args.plot is not None:
         check_plotting()
     workload = load_workload(args.prompts, args.limit)
@@ -75,6 +78,7 @@ def run(args: argparse.Namespace) -> int:
         seed=args.seed,
         repeats=args.repeats,
         concurrencies=args.concurrency,
+        config=config,
     )
     if args.out is not None:
         write_json_atomic(args.out, report)

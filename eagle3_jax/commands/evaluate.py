@@ -7,6 +7,7 @@ import tempfile
 from collections.abc import Sequence
 from typing import Any
 
+from eagle3_jax.commands.caches import add_cache_arguments, cache_config
 from eagle3_jax.commands.options import (
     DEFAULT_SPECULATION,
     add_data_argument,
@@ -58,6 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="decode also behind other prompts and answers, N tokens in all; several with commas: 256,1024",
     )
     add_seed_argument(parser)
+    add_cache_arguments(parser)
     parser.add_argument("--batch-size", metavar="N", type=whole(1), default=8, help="prompts at a time (default: 8)")
     parser.add_argument(
         "--ttt-steps", metavar="J", type=whole(1, 64), default=3, help="depth of the training-time test (default: 3)"
@@ -84,7 +86,7 @@ def run(args: argparse.Namespace) -> int:
     from eagle3_jax.decoding.request import parse_speculation
     from eagle3_jax.training.evaluate import evaluate
 
-    chain = parse_speculation(args.speculation)
+    chain, config = parse_speculation(args.speculation), cache_config(args)
     if args.compare and (args.probe or args.data is not None):
         raise Eagle3Error("--compare only decodes; leave out --probe and --data")
     workload = load_workload(args.prompts, args.limit)
@@ -94,9 +96,9 @@ def run(args: argparse.Namespace) -> int:
     if args.probe:
         return _probe(args, draft, prompts)
     if args.compare:
-        return _compare(args, draft, chain.length, workload.name, prompts)
+        return _compare(args, draft, chain.length, config, workload.name, prompts)
     settings = (chain.length, args.max_new_tokens, args.temperature, args.context, args.seed)
-    found = evaluate(draft, prompts, *settings, args.ttt_steps, args.batch_size)
+    found = evaluate(draft, prompts, *settings, args.ttt_steps, args.batch_size, config)
     report: dict[str, Any] = {"target": target.name, "draft": draft.name, "prompts": workload.name, **found}
     if args.data is not None:
         report["held_out"] = _held_out(args, draft)
@@ -104,7 +106,9 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _compare(args: argparse.Namespace, draft: Any, chain: int, prompt_set: str, prompts: list[list[int]]) -> int:
+def _compare(
+    args: argparse.Namespace, draft: Any, chain: int, config: Any, prompt_set: str, prompts: list[list[int]]
+) -> int:
     from eagle3_jax.checkpoint.drafts import open_draft_folder
     from eagle3_jax.checkpoint.narrow import stored_bytes
     from eagle3_jax.checkpoint.public import locate_draft
@@ -113,7 +117,7 @@ def _compare(args: argparse.Namespace, draft: Any, chain: int, prompt_set: str, 
     names = [args.draft or draft.name, *args.compare]
     sizes = [stored_bytes(open_draft_folder(locate_draft(name)[1])) for name in names]
     drafts = [draft, *(load_draft(args, name, draft.target) for name in args.compare)]
-    settings = (chain, args.max_new_tokens, args.temperature, args.context, args.seed, args.batch_size)
+    settings = (chain, args.max_new_tokens, args.temperature, args.context, args.seed, args.batch_size, config)
     report = {
         "target": draft.target.name,
         "prompts": prompt_set,

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from eagle3_jax.commands.caches import add_cache_arguments
 from eagle3_jax.commands.options import (
     Request,
     add_draft_arguments,
@@ -41,6 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_draft_arguments(parser)
     add_prompt_arguments(parser)
     add_sampling_arguments(parser)
+    add_cache_arguments(parser)
     add_json_argument(parser)
 
 
@@ -138,10 +140,9 @@ class _Clock:
 
 def _setup(target: "Target", draft: "Draft | None", request: Request) -> tuple[Any, tuple[Any, Any]]:
     """The static side and the weights of the programs that `stream` runs."""
-    from eagle3_jax.decoding.drafters import Eagle3Drafter, NoDrafter
-    from eagle3_jax.decoding.loop import Setup
+    from eagle3_jax.decoding.loop import Setup, make_drafter
 
-    drafter = Eagle3Drafter(draft.model) if draft else NoDrafter()
+    drafter = make_drafter(draft.model if draft else None, target.model, request.config)
     return Setup(target.model, drafter, request.config), (target.params, draft.params if draft else ())
 
 

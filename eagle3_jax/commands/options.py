@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from eagle3_jax.commands.caches import cache_config
 from eagle3_jax.errors import Eagle3Error
 
 if TYPE_CHECKING:
@@ -28,6 +29,7 @@ CAPACITY_STEP = 128
 DEFAULT_SPECULATION = "chain:4"
 DTYPES = ("float32", "bfloat16", "float16")
 """Choices of --dtype."""
+_OF_A_DRAFT = ("speculation", "draft_set", "draft_cache_format", "draft_page_size")
 
 
 def whole(low: int, high: int = 2**31 - 1) -> Callable[[str], int]:
@@ -254,19 +256,24 @@ def chosen_speculation(args: argparse.Namespace, draft: "Draft | None") -> str:
 
 
 def check_speculation(args: argparse.Namespace) -> None:
-    """Refuse speculation flags that cannot be meant, before a model is loaded.
+    """Refuse flags of speculation and caches that cannot be meant, before a model is loaded.
 
     Raises:
-        Eagle3Error: --speculation that is not understood, or flags of a draft beside --no-draft.
+        Eagle3Error: --speculation that is not understood, pages that do not fill a block, or flags of a draft beside
+            --no-draft.
     """
     from eagle3_jax.decoding.request import parse_speculation
 
     if args.speculation is not None:
         parse_speculation(args.speculation)
-    if getattr(args, "no_draft", False):
-        for flag, given in (("--speculation", args.speculation), ("--draft-set", args.draft_set)):
-            if given:
-                raise Eagle3Error(f"{flag} needs a draft; leave out --no-draft or {flag}")
+    cache_config(args)
+    if getattr(args, "no_draft", False) and (given := _draft_flags(args)):
+        raise Eagle3Error(f"{given[0]} needs a draft; leave out --no-draft or {given[0]}")
+
+
+def _draft_flags(args: argparse.Namespace) -> list[str]:
+    """The flags among those given that mean nothing without a draft."""
+    return [f"--{name.replace('_', '-')}" for name in _OF_A_DRAFT if getattr(args, name, None)]
 
 
 def load_pair(args: argparse.Namespace) -> "tuple[Target, Draft | None]":
@@ -281,7 +288,7 @@ def load_pair(args: argparse.Namespace) -> "tuple[Target, Draft | None]":
         from eagle3_jax.checkpoint.registry import entries
 
         name = next((e.name for e in entries("draft").values() if e.target == args.target), None)
-        if name is None and (args.draft_set or getattr(args, "speculation", None)):
+        if name is None and _draft_flags(args):
             raise Eagle3Error(f"no draft is registered for {args.target}; name one with --draft")
         log.info("draft: %s", name or f"none is registered for {args.target}, decoding plainly")
     return target, None if name is None else load_draft(args, name, target)
@@ -469,7 +476,8 @@ def make_request(
         raise Eagle3Error(f"--stop-id {last} is no token; ids from 0 to {vocab_size - 1} are needed")
     used = used_transforms(sampling)
     capacity = -(-args.max_new_tokens // CAPACITY_STEP) * CAPACITY_STEP
-    config = e3.GenerationConfig(
+    config = dataclasses.replace(
+        cache_config(args),
         max_new_tokens=min(capacity, target.model.config.max_position),
         speculation=parse_speculation(chosen_speculation(args, draft)),
         transforms=tuple(name for name in TRANSFORMS if name in used),

@@ -5,6 +5,7 @@ import dataclasses
 import json
 from typing import Any
 
+from eagle3_jax.commands.caches import add_cache_arguments
 from eagle3_jax.commands.options import (
     add_draft_arguments,
     add_json_argument,
@@ -28,6 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_draft_arguments(parser, optional=False)
     add_prompt_arguments(parser)
     add_sampling_arguments(parser)
+    add_cache_arguments(parser)
     add_json_argument(parser)
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from eagle3_jax.checkpoint.drafts import Draft
+from eagle3_jax.decoding.request import GenerationConfig
 from eagle3_jax.decoding.stats import Stats
 from eagle3_jax.errors import Eagle3Error
 from eagle3_jax.training.evaluate import Decoded, decode, with_context
@@ -26,12 +27,13 @@ def compare(
     contexts: Sequence[int] = (),
     seed: int = 0,
     batch_size: int = 8,
+    config: GenerationConfig = GenerationConfig(),
 ) -> list[dict[str, Any]]:
     """Decode the same prompts with the same keys under several drafts.
 
     Args:
         drafts: of one target; the first is what the others are compared with.
-        prompts: token ids of each. chain, max_new_tokens, temperatures, contexts, seed, batch_size: as in
+        prompts: token ids of each. chain, max_new_tokens, temperatures, contexts, seed, batch_size, config: as in
             `eagle3_jax.training.evaluate.evaluate`.
 
     Returns:
@@ -52,7 +54,7 @@ def compare(
         raise Eagle3Error("drafts of different targets cannot be compared; load them for one target")
     cells = []
     for temperature in temperatures:
-        settings = (chain, max_new_tokens, temperature, seed, batch_size)
+        settings = (chain, max_new_tokens, temperature, seed, batch_size, config)
         alone = [decode(draft, prompts, *settings, timed=True) for draft in drafts]
         cells.append(_cell(temperature, None, alone))
         for context in contexts:

@@ -42,6 +42,7 @@ def evaluate(
     steps: int = 3,
     batch_size: int = 8,
 ) -> dict[str, Any]:
+    config: GenerationConfig = GenerationConfig(),
     """Decode prompts at several temperatures and context lengths, and look closely at what was decoded.
 
     Args:
@@ -51,6 +52,7 @@ def evaluate(
         steps: J, depth of the training-time test over the decoded text.
         batch_size: prompts of one batch.
 
+        config: formats and pages of the caches; its other fields are set here.
     Returns:
         `decoding`: for each temperature, as `evaluate_decoding` returns it, first the prompts alone (`context` is
         None), then each of `contexts`. `text`: for each temperature, as `evaluate_text` returns it, over the
@@ -64,7 +66,7 @@ def evaluate(
     """
     decoding, text = [], []
     for temperature in temperatures:
-        settings = (chain, max_new_tokens, temperature, seed, batch_size)
+        settings = (chain, max_new_tokens, temperature, seed, batch_size, config)
         alone = decode(draft, prompts, *settings)
         outputs = alone.outputs
         decoding.append({"context": None, **alone.report})
@@ -323,10 +325,12 @@ def decode(
     seed: int,
     batch_size: int,
     timed: bool = False,
+    config: GenerationConfig = GenerationConfig(),
 ) -> Decoded:
     """Decode prompts; the arguments and errors of `evaluate_decoding`.
 
     With `timed` the report has `tokens_per_second`, prefill included and compilation left out: the first batch is
+    `config` gives formats and pages of the caches; its other fields are set here.
     decoded once more before the clock starts.
     """
     if not prompts:
@@ -340,7 +344,8 @@ def decode(
     keys = row_keys(seed, count)
     sampling = Sampling.make(size, temperature=temperature, eos_ids=target.eos_ids)
     # No longer than the context: the result is as wide as what is asked for.
-    config = GenerationConfig(min(max_new_tokens, target.model.config.max_position), Chain(chain), transforms=())
+    capacity = min(max_new_tokens, target.model.config.max_position)
+    config = dataclasses.replace(config, max_new_tokens=capacity, speculation=Chain(chain), transforms=())
 
     def run(begin: int) -> Any:
         # Always a full batch, so that one program serves; the repeated rows are not counted.
@@ -370,6 +375,7 @@ def decode(
         seconds, made = seconds + time.perf_counter() - started, made + int(out.lengths.sum())
         out = jax.tree.map(lambda x: x[: count - begin], out)  # noqa: B023 - called at once
         if np.any(out.finish_reason == ERROR):
+    asked |= {name: getattr(config, name) for name in ("cache_format", "draft_cache_format")}
             raise Eagle3Error(
                 f"{target.name}: the logits have no finite maximum; the weights or their dtype are at fault"
             )
