@@ -19,8 +19,9 @@ from jax import Array
 from eagle3_jax.cache.paged import blocks_for
 from eagle3_jax.checkpoint.drafts import Draft
 from eagle3_jax.checkpoint.drafts import load_draft as read_draft
-from eagle3_jax.checkpoint.names import FORMATS, check_dtype
+from eagle3_jax.checkpoint.names import FORMATS, check_dtype, default_layout
 from eagle3_jax.checkpoint.targets import Target
+from eagle3_jax.decoding.batches import pad_rows
 from eagle3_jax.decoding.drafters import Eagle3Drafter, Verified
 from eagle3_jax.errors import Eagle3Error
 from eagle3_jax.models.attention import causal_attention
@@ -138,7 +139,7 @@ def dequantize(model: Quantizable, dtype: str = "float32") -> Quantizable:
     Example:
         >>> wide = dequantize(load_target("MiniMax-M2.5", widen=False))  # doctest: +SKIP
     """
-    return _with_params(model, lambda params: dequantize_tree(params, FORMATS[check_dtype(dtype)]))
+    return _with_params(model, lambda params: dequantize_tree(params, FORMATS[check_dtype(dtype)], default_layout()))
 
 
 def _with_params(model: Any, change: Callable[[Any], Any]) -> Any:
@@ -212,10 +213,8 @@ def encode_ids(
         raise Eagle3Error(
             f"a prompt of {longest} tokens leaves no room in the context of {config.max_position}; shorten it"
         )
-    ids = np.zeros((len(rows), _bucket(longest, config.max_position, bucket_sizes)), np.int32)
-    for padded, row in zip(ids, rows, strict=True):
-        padded[: len(row)] = row
-    return jnp.asarray(ids), jnp.asarray([len(row) for row in rows], jnp.int32)
+    ids, lengths = pad_rows(rows, _bucket(longest, config.max_position, bucket_sizes))
+    return jnp.asarray(ids), jnp.asarray(lengths)
 
 
 def _bucket(length: int, context: int, sizes: Sequence[int] | None) -> int:

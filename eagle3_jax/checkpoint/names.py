@@ -24,15 +24,25 @@ FORMATS = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}
 """Weight format of each dtype a checkpoint can be loaded in or saved as."""
 
 
-def weight_formats(dtype: str, tied: bool = False) -> WeightFormats:
+def weight_formats(dtype: str, tied: bool = False, layout: str | None = None) -> WeightFormats:
     """Formats and layouts in which a model's weights are kept when nothing else is said.
 
     Args:
         dtype: a key of `FORMATS`.
         tied: whether the embedding is the head as well.
+        layout: of matrices, "kn" or "nk"; None is `default_layout`.
     """
     # Single rows are gathered from an embedding; a tied one is also the head, whose layout matters more.
-    return WeightFormats(FORMATS[dtype], exceptions=() if tied else (("embed/weight", FORMATS[dtype], "nk"),))
+    exceptions = () if tied else (("embed/weight", FORMATS[dtype], "nk"),)
+    return WeightFormats(FORMATS[dtype], default_layout() if layout is None else layout, exceptions=exceptions)
+
+
+def default_layout() -> str:
+    """The layout of matrices: "kn" on CPU, where it is 1.2-3 times faster for few rows, and "nk" elsewhere.
+
+    XLA multiplies a single row by a "kn" matrix through a float32 copy of the matrix on gfx950 (docs/rocm.md).
+    """
+    return "kn" if jax.default_backend() == "cpu" else "nk"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -16,7 +16,7 @@ from eagle3_jax.quant.weight import is_weight, named_weights
 META_FILE = "eagle3_jax.json"
 """Marks a folder as written by this library and says what the parameters are."""
 
-_FORMAT, _VERSION = "eagle3_jax.orbax", 2
+_FORMAT, _VERSION = "eagle3_jax.orbax", 3
 _PARAMS = "params"
 
 
@@ -25,13 +25,14 @@ def is_orbax_folder(folder: Path) -> bool:
     return (folder / META_FILE).is_file()
 
 
-def write_params(folder: Path, params: Any, kind: str, dtype: str) -> None:
+def write_params(folder: Path, params: Any, kind: str, dtype: str, layout: str) -> None:
     """Write a parameter tree into an existing folder, narrow weights as they are.
 
     Args:
         folder: gets a folder `params` and the file `META_FILE`.
         params: a tree of `Weight`s.
-        kind: what they belong to, "target" or "draft". dtype: dtype of the float weights.
+        kind: what they belong to, "target" or "draft".
+        dtype, layout: of the float matrices, see `eagle3_jax.checkpoint.names.weight_formats`.
 
     Raises:
         Eagle3Error: Orbax cannot write.
@@ -49,6 +50,7 @@ def write_params(folder: Path, params: Any, kind: str, dtype: str) -> None:
         "version": _VERSION,
         "kind": kind,
         "dtype": dtype,
+        "layout": layout,
         "narrow": {path: weight.format for path, weight in weights.items() if weight.scale is not None},
         "activations": {path: w.activations for path, w in weights.items() if w.activations != "wide"},
     }
@@ -58,15 +60,16 @@ def write_params(folder: Path, params: Any, kind: str, dtype: str) -> None:
 def read_meta(folder: Path) -> dict[str, Any]:
     """The checked contents of `META_FILE`.
 
-    "format", "version", "kind", "dtype"; "narrow": format of each narrow weight by its path; "activations": their
-    mode of each weight whose activations are rounded.
+    "format", "version", "kind", "dtype", "layout"; "narrow": format of each narrow weight by its path;
+    "activations": their mode of each weight whose activations are rounded.
 
     Raises:
         Eagle3Error: malformed, or written by another version of the library.
     """
     meta = read_json(folder / META_FILE)
-    fields = {"format", "version", "kind", "dtype", "narrow", "activations"}
+    fields = {"format", "version", "kind", "dtype", "layout", "narrow", "activations"}
     good = set(meta) == fields and (meta["format"], meta["version"]) == (_FORMAT, _VERSION)
+    good = good and meta["layout"] in ("kn", "nk")
     for name, known in (("narrow", NARROW_FORMATS), ("activations", MODES)):
         good = good and isinstance(meta[name], dict) and all(str(value) in known for value in meta[name].values())
     if not good:

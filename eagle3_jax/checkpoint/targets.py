@@ -93,6 +93,7 @@ def load_target(
         path: a known name, a Hugging Face folder, a GGUF file, or a folder of `save_target_orbax`.
         dtype: "float32", "bfloat16" or "float16", of matrices and activations; norms and biases stay float32.
             None is float32 on CPU and bfloat16 on accelerators; for an Orbax folder, what was saved.
+            Matrices lie as suits the platform, those of an Orbax folder as they were saved.
         widen: turn narrow weights (FP8, MXFP4, INT4) into `dtype` once, now; else they are kept and used as they
             are stored. None widens on CPU only.
         activations: how those that meet narrow weights are rounded. None: as a card does for FP8 weights that stay
@@ -148,7 +149,7 @@ def _load_orbax(name: str, folder: Path, dtype: str | None, policy: NarrowPolicy
     meta = read_meta(folder)
     _refuse_draft(folder, meta["kind"] != "target")
     config = read_config(folder)
-    model = _model(config, str(folder / "config.json"), dtype or check_dtype(meta["dtype"]))
+    model = _model(config, str(folder / "config.json"), dtype or check_dtype(meta["dtype"]), meta["layout"])
     tokenizer, eos_ids = _read_text(folder, config, model.config)
     if (layers := model.config.num_layers) > MOST_LAYERS:
         raise Eagle3Error(f"{folder / 'config.json'}: {layers} layers are more than any model has")
@@ -167,11 +168,11 @@ def _refuse_draft(folder: Path, draft: bool) -> None:
         raise Eagle3Error(f"{folder}: holds a draft, not a target; load it with load_draft")
 
 
-def _model(config: Mapping[str, Any], where: str, dtype: str) -> Decoder:
-    """The module that a config.json describes."""
+def _model(config: Mapping[str, Any], where: str, dtype: str, layout: str | None = None) -> Decoder:
+    """The module that a config.json describes; see `weight_formats`."""
     family = family_of(config, where)
     parsed = family.parse(config, where)
-    return family.model(dataclasses.replace(parsed, dtype=dtype, weights=weight_formats(dtype, parsed.tied)))
+    return family.model(dataclasses.replace(parsed, dtype=dtype, weights=weight_formats(dtype, parsed.tied, layout)))
 
 
 def _with_weights(model: Decoder, weights: WeightFormats) -> Decoder:
@@ -254,7 +255,8 @@ def save_target_orbax(target: Target, path: str | os.PathLike[str]) -> None:
     """
     check_target(target)
     config, named = target.model.config, named_weights(target.params)
-    default = abstract_params(_with_weights(target.model, weight_formats(config.dtype, config.tied)))
+    layout = config.weights.layout
+    default = abstract_params(_with_weights(target.model, weight_formats(config.dtype, config.tied, layout)))
     for place, weight in named_weights(default).items():
         found = named[place]
         if found.scale is None and (found.format, found.layout) != (weight.format, weight.layout):
@@ -263,7 +265,7 @@ def save_target_orbax(target: Target, path: str | os.PathLike[str]) -> None:
                 "layout, and narrow ones, can be saved with Orbax"
             )
     with atomic_folder(path, TEXT_FILES) as folder:
-        write_params(folder, target.params, "target", config.dtype)
+        write_params(folder, target.params, "target", config.dtype, layout)
         fields = config_fields(config)
         if target.eos_ids:
             fields["eos_token_id"] = list(target.eos_ids)

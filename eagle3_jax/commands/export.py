@@ -64,7 +64,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             action="append",
             help=f"modules of the {side} that stay in --dtype, by path in the tree (repeatable)",
         )
-    parser.add_argument("--layout", choices=("kn", "nk"), default="kn", help="of matrices in --dtype (default: kn)")
+    parser.add_argument(
+        "--layout", choices=("kn", "nk"), help="of matrices in --dtype (default: kn for cpu alone, else nk)"
+    )
     parser.add_argument("--layers", metavar="N", type=whole(1), help="only the target's first N layers")
     parser.add_argument("--topology", metavar="1x1xN", default="1x1x1", help="slices x hosts x cards (default: 1x1x1)")
     parser.add_argument("--mesh", metavar="DATA,MODEL", help="how the cards are laid out (default: 1,N)")
@@ -133,7 +135,7 @@ def _program(args: argparse.Namespace) -> "Program":
         draft_format=args.draft_format,
         target_kept=(*KEPT, *(args.target_keep or ())),
         draft_kept=(*KEPT, *(args.draft_keep or ())),
-        layout=args.layout,
+        layout=args.layout or ("kn" if args.platforms and set(args.platforms) == {"cpu"} else "nk"),
         layers=args.layers,
         mesh=mesh,
     )

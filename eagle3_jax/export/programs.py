@@ -55,7 +55,7 @@ class Program:
         dtype: of activations and of weights that are in no narrow format.
         target_format, draft_format: narrow format of the matrices, a key of `NARROW_FORMATS`; None is `dtype`.
         target_kept, draft_kept: regular expressions of modules that stay in `dtype`.
-        layout: of matrices in no narrow format: "kn", as the loaders keep them, or "nk".
+        layout: of matrices in no narrow format: "nk", as the loaders keep them but on CPU, or "kn".
         layers: only so many of the target's layers; None is all.
         mesh: sizes of the axes "data" and "model".
     """
@@ -76,7 +76,7 @@ class Program:
     draft_format: str | None = None
     target_kept: tuple[str, ...] = KEPT
     draft_kept: tuple[str, ...] = KEPT
-    layout: str = "kn"
+    layout: str = "nk"
     layers: int | None = None
     mesh: tuple[int, int] = (1, 1)
 

@@ -43,6 +43,15 @@ def test_restoring_is_bit_exact(name: str, dtype: str, tmp_path: Path) -> None:
     assert_equal(load_target(tmp_path / "saved"), loaded)
 
 
+def test_what_was_saved_off_cpu_keeps_its_layout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(jax, "default_backend", lambda: "gpu")
+        loaded = load_target(TARGETS / "llama_gqa_rope3", "float32")
+        assert loaded.params["head"]["weight"].layout == "nk"
+        save_target_orbax(loaded, tmp_path / "saved")
+    assert_equal(load_target(tmp_path / "saved"), loaded)
+
+
 def test_another_dtype_is_cast(saved: Path) -> None:
     assert_equal(load_target(saved, "bfloat16"), load_target(TARGETS / "llama_gqa_rope3", "bfloat16"))
 

@@ -4,6 +4,7 @@ import json
 import math
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
@@ -52,6 +53,16 @@ def test_layouts() -> None:
     untied = target("llama_gqa_rope3").params
     assert untied["embed"]["weight"].layout == "nk"
     assert untied["head"]["weight"].layout == "kn"
+
+
+def test_off_cpu_matrices_lie_as_in_the_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    for folder in (TIED, UNTIED):
+        files, loaded = tensors_of(folder), named_weights(load_target(folder, "float32").params)
+        assert {weight.layout for weight in loaded.values()} == {"n", "nk"}
+        for path, weight in loaded.items():
+            stored = files[FAMILIES["llama"].names.file_name(path)]
+            np.testing.assert_array_equal(np.asarray(weight.value), stored, err_msg=path)
 
 
 def test_loaded_tree_is_the_declared_one() -> None:

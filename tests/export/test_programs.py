@@ -159,7 +159,7 @@ def test_an_unknown_chip_is_refused(program: Program) -> None:
 
 
 def test_a_portable_program_gives_the_tokens_of_prefill(folder: str, tmp_path: Path) -> None:
-    program = Program("prefill", folder, layers=1, batch=2, prompt=8, max_new_tokens=8, dtype="float32")
+    program = Program("prefill", folder, layers=1, batch=2, prompt=8, max_new_tokens=8, dtype="float32", layout="kn")
     export_program(program, ["cpu", "rocm"], tmp_path / "prefill.jax")
     exported = export.deserialize(bytearray((tmp_path / "prefill.jax").read_bytes()))
     assert exported.platforms == ("cpu", "rocm")
