@@ -13,6 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from eagle3_jax.cache.paged import chain_step, make_pools
+from eagle3_jax.config import DecoderConfig
 from eagle3_jax.decoding.loop import Generation, generate, speculative_generate
 from eagle3_jax.decoding.request import GenerationConfig
 from eagle3_jax.decoding.sampling import (
@@ -25,12 +27,15 @@ from eagle3_jax.decoding.sampling import (
     temper,
     truncate,
 )
-from eagle3_jax.models.attention import causal_attention
+from eagle3_jax.models.attention import paged_attention
 from eagle3_jax.models.decoder import Decoder
 from eagle3_jax.models.layers import apply
 
 TOLERANCE = {"float32": 1e-3, "bfloat16": 0.25, "float16": 0.05}
 """Decision margins (in logits after temperature) below which rounding may decide, by activation dtype."""
+ROUNDED_TOLERANCE = 0.5
+"""The same where the target's cache or activations are FP8 or FP4: a value at the edge between two numbers becomes the
+one or the other, and the codes after it follow."""
 
 
 class Model(Protocol):
@@ -99,10 +104,12 @@ def verify_lossless(
 ) -> LosslessReport:
     """Generate with and without the draft and compare.
 
+    Both read a cache of the same format, so an FP8 cache of the target changes what is compared with, not the rule.
+
     Args:
         target, draft: loaded models. token_ids: int32 [B, P]. lengths: int32 [B].
         keys: [B] threefry keys. sampling, config: as for `speculative_generate`.
-        tolerance: decision margin that excuses a difference; None takes `TOLERANCE` of the target's dtype.
+        tolerance: decision margin that excuses a difference; None takes `tolerance_of` the target's config.
 
     Raises:
         Eagle3Error: prompts that do not fit.
@@ -123,10 +130,21 @@ def verify_lossless(
         draft_model=draft.model,
         config=config,
     )
-    tolerance = TOLERANCE[target.model.config.dtype] if tolerance is None else tolerance
+    tolerance = tolerance_of(target.model.config, config) if tolerance is None else tolerance
     margin = partial(decision_margin, target.model, target.params, config, tolerance)
     keys = check_keys(keys, token_ids.shape[0])
     return compare(plain, speculative, margin, token_ids, lengths, keys, sampling, tolerance)
+
+
+def tolerance_of(target: DecoderConfig, config: GenerationConfig) -> float:
+    """The decision margin below which rounding may decide: `TOLERANCE`, or `ROUNDED_TOLERANCE` where that is more.
+
+    Example:
+        >>> tolerance_of(target.model.config, GenerationConfig())  # doctest: +SKIP
+        0.001
+    """
+    own, rounded = TOLERANCE[target.dtype], config.cache_format is not None or bool(target.weights.activations)
+    return max(own, ROUNDED_TOLERANCE) if rounded else own
 
 
 def compare(
@@ -190,7 +208,8 @@ def decision_margin(
     row = np.concatenate([prompt, output]).astype(np.int32)
     padded = np.zeros((1, -(-len(row) // 64) * 64), np.int32)
     padded[0, : len(row)] = row
-    logits = _logits_at(model, params, jnp.asarray(padded), jnp.int32(len(row) - 1))
+    cache = (config.cache_format, config.cache_scales)
+    logits = _logits_at(model, cache, params, jnp.asarray(padded), jnp.int32(len(row) - 1))
     vocab = np.arange(model.config.vocab_size)
     counts = np.bincount(output.astype(np.int64), minlength=len(vocab))[None]
     history = History(jnp.asarray(np.isin(vocab, prompt)[None]), jnp.asarray(counts, jnp.int32))
@@ -210,10 +229,16 @@ def decision_margin(
     return float(top[1] - top[0])
 
 
-@partial(jax.jit, static_argnums=0)
-def _logits_at(model: Decoder, params: Any, token_ids: Array, index: Array) -> Array:
-    """Logits float32 [1, 1, V] of the row at `index` of token_ids [1, T]."""
-    positions = jnp.arange(token_ids.shape[1], dtype=jnp.int32)[None]
-    out = apply(model, params, token_ids, positions, causal_attention, (None,) * model.config.num_layers)
+@partial(jax.jit, static_argnums=(0, 1))
+def _logits_at(
+    model: Decoder, cache: tuple[str | None, tuple[float, ...]], params: Any, token_ids: Array, index: Array
+) -> Array:
+    """Logits float32 [1, 1, V] of the row at `index` of token_ids [1, T], over a cache of that format and scales."""
+    c, length = model.config, token_ids.shape[1]
+    pools = make_pools(c.num_layers, length, *c.cache_row, c.dtype, *cache)
+    start = jnp.zeros((1,), jnp.int32)
+    # One pass into one block.
+    step = chain_step(start[None], start, start + length, length, length, length)
+    out = apply(model, params, token_ids, step.positions, paged_attention(step), pools)
     hidden = jax.lax.dynamic_slice_in_dim(out.hidden, index, 1, axis=1)
     return apply(model, params, hidden, method="logits")

@@ -19,6 +19,7 @@ from eagle3_jax.decoding.loop import generate, speculative_generate
 from eagle3_jax.decoding.request import Chain, GenerationConfig
 from eagle3_jax.decoding.sampling import Sampling, row_keys
 from eagle3_jax.errors import Eagle3Error
+from eagle3_jax.decoding.verify import ROUNDED_TOLERANCE, decision_margin, tolerance_of
 from eagle3_jax.models.attention import causal_attention, paged_attention
 from eagle3_jax.models.layers import apply
 from eagle3_jax.training.calibrate import cache_scales
@@ -150,6 +151,30 @@ def test_logits_are_those_of_rounded_keys_and_values_and_near_those_of_a_wide_ca
 
 
 def test_a_pool_takes_a_quarter_of_float32() -> None:
+def test_margins_are_those_of_the_cache_that_decoded() -> None:
+    """A decision over an FP8 cache may be won by more or less than over a wide one, or by another token."""
+    c, (model, params) = tiny.TARGET, tiny.target()
+    row, key, sampling = IDS[0], row_keys(0, 1)[0], Sampling.make(1)
+    positions = jnp.arange(24, dtype=jnp.int32)[None]
+    for config, attend in (
+        (CONFIG, rounded_attention),
+        (dataclasses.replace(CONFIG, cache_format=None), causal_attention),
+    ):
+        out = apply(model, params, jnp.asarray(row)[None], positions, attend, (None,) * c.num_layers)
+        second, best = np.sort(np.asarray(apply(model, params, out.hidden[:, -1:], method="logits"))[0, 0])[-2:]
+        got = decision_margin(model, params, config, tolerance_of(c, config), row[:20], row[20:], key, sampling)
+        assert got == pytest.approx(best - second, abs=1e-4)
+
+
+def test_a_cache_in_fp8_has_a_tolerance_of_its_own() -> None:
+    c, wide = tiny.TARGET, GenerationConfig()
+    card = dataclasses.replace(c.weights, activations=(("layers_0/mlp/up/weight", "fp8_token"),))
+    assert tolerance_of(c, wide) == tolerance_of(c, GenerationConfig(draft_cache_format="fp8")) == 1e-3
+    assert tolerance_of(dataclasses.replace(c, dtype="bfloat16"), wide) == 0.25
+    for target_config, config in ((c, CONFIG), (dataclasses.replace(c, weights=card), wide)):
+        assert tolerance_of(target_config, config) == ROUNDED_TOLERANCE > 0.25
+
+
     wide, narrow = (make_pools(1, 64, 4, 8, "float32", format)[0] for format in (None, "fp8"))
     assert [sum(x.nbytes for x in jax.tree.leaves(pool)) for pool in (wide, narrow)] == [
         8192,
