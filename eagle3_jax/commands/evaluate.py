@@ -83,6 +83,7 @@ def run(args: argparse.Namespace) -> int:
     With --compare the drafts are decoded with side by side instead.
     """
     from eagle3_jax.bench.workloads import load_workload
+    from eagle3_jax.decoding.batches import unpad_rows
     from eagle3_jax.decoding.request import parse_speculation
     from eagle3_jax.training.evaluate import evaluate
 
@@ -91,8 +92,7 @@ def run(args: argparse.Namespace) -> int:
         raise Eagle3Error("--compare only decodes; leave out --probe and --data")
     workload = load_workload(args.prompts, args.limit)
     target, draft = load_draft_pair(args)
-    ids, lengths = encode_workload(workload, target)
-    prompts = [row[:length].tolist() for row, length in zip(ids, lengths, strict=True)]
+    prompts = unpad_rows(*encode_workload(workload, target))
     if args.probe:
         return _probe(args, draft, prompts)
     if args.compare:

@@ -436,10 +436,9 @@ class Request:
 
     def prompt_ids(self) -> list[list[int]]:
         """The prompts without their padding."""
-        import numpy as np
+        from eagle3_jax.decoding.batches import unpad_rows
 
-        ids, lengths = np.asarray(self.token_ids), np.asarray(self.lengths)
-        return [row[:length].tolist() for row, length in zip(ids, lengths, strict=True)]
+        return unpad_rows(self.token_ids, self.lengths)
 
 
 def make_request(

@@ -84,14 +84,12 @@ def _maxima(args: argparse.Namespace, folder: Path) -> dict[str, float]:
 
 def _prompts(path: str, target: "Target") -> list[list[int]]:
     """Token ids of the calibration's prompts."""
-    import numpy as np
-
     from eagle3_jax.checkpoint.files import read_json_value
     from eagle3_jax.commands.options import Prompts, read_chats, read_prompt_ids
+    from eagle3_jax.decoding.batches import unpad_rows
 
     value = read_json_value(path)
     rows = isinstance(value, list) and value and all(isinstance(row, list) for row in value)
     if rows and all(isinstance(i, int) for row in value for i in row):
         return read_prompt_ids(path)
-    ids, lengths = Prompts(chats=read_chats(path)).encode(target)
-    return [np.asarray(row)[:length].tolist() for row, length in zip(ids, np.asarray(lengths), strict=True)]
+    return unpad_rows(*Prompts(chats=read_chats(path)).encode(target))

@@ -21,7 +21,8 @@ from tqdm import tqdm
 
 from eagle3_jax.checkpoint.files import read_json, read_json_value, refusing_io, write_json_atomic
 from eagle3_jax.checkpoint.targets import Target
-from eagle3_jax.decoding.loop import ERROR, generate
+from eagle3_jax.decoding.batches import answers, pad_rows
+from eagle3_jax.decoding.loop import generate
 from eagle3_jax.decoding.request import GenerationConfig
 from eagle3_jax.decoding.sampling import Sampling, row_keys
 from eagle3_jax.errors import Eagle3Error
@@ -263,9 +264,7 @@ def _continue(
         keys: [B]. temperatures, limits: of each row; limits are the most tokens to say.
         capacity: the largest possible limit, which the program has room for. min_p: as in `DistillConfig`.
     """
-    ids = np.zeros((len(prompts), width), np.int32)
-    for row, prompt in zip(ids, prompts, strict=True):
-        row[: len(prompt)] = prompt
+    ids, lengths = pad_rows(prompts, width)
     sampling = Sampling.make(
         len(prompts),
         temperature=temperatures,
@@ -276,13 +275,10 @@ def _continue(
     out = _generate(
         target.params,
         jnp.asarray(ids),
-        jnp.asarray([len(prompt) for prompt in prompts], jnp.int32),
+        jnp.asarray(lengths),
         keys,
         sampling,
         model=target.model,
         config=GenerationConfig(max_new_tokens=capacity, transforms=("min_p",)),
     )
-    if np.any(np.asarray(out.finish_reason) == ERROR):
-        raise Eagle3Error(f"{target.name}: the logits have no finite maximum; no chats can be written with it")
-    tokens, lengths = np.asarray(out.tokens), np.asarray(out.lengths)
-    return [row[:length].tolist() for row, length in zip(tokens, lengths, strict=True)]
+    return answers(out, target.name)

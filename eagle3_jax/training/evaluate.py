@@ -17,7 +17,8 @@ import numpy as np
 from jax import Array
 
 from eagle3_jax.checkpoint.drafts import Draft
-from eagle3_jax.decoding.loop import ERROR, speculative_generate
+from eagle3_jax.decoding.batches import answers, pad_rows
+from eagle3_jax.decoding.loop import speculative_generate
 from eagle3_jax.decoding.request import Chain, GenerationConfig
 from eagle3_jax.decoding.sampling import Sampling, row_keys
 from eagle3_jax.decoding.stats import Stats, acceptance
@@ -41,8 +42,8 @@ def evaluate(
     seed: int = 0,
     steps: int = 3,
     batch_size: int = 8,
-) -> dict[str, Any]:
     config: GenerationConfig = GenerationConfig(),
+) -> dict[str, Any]:
     """Decode prompts at several temperatures and context lengths, and look closely at what was decoded.
 
     Args:
@@ -51,8 +52,8 @@ def evaluate(
         contexts: lengths to which prompts are brought in further runs, see `with_context`.
         steps: J, depth of the training-time test over the decoded text.
         batch_size: prompts of one batch.
-
         config: formats and pages of the caches; its other fields are set here.
+
     Returns:
         `decoding`: for each temperature, as `evaluate_decoding` returns it, first the prompts alone (`context` is
         None), then each of `contexts`. `text`: for each temperature, as `evaluate_text` returns it, over the
@@ -324,23 +325,20 @@ def decode(
     temperature: float,
     seed: int,
     batch_size: int,
-    timed: bool = False,
     config: GenerationConfig = GenerationConfig(),
+    timed: bool = False,
 ) -> Decoded:
     """Decode prompts; the arguments and errors of `evaluate_decoding`.
 
-    With `timed` the report has `tokens_per_second`, prefill included and compilation left out: the first batch is
     `config` gives formats and pages of the caches; its other fields are set here.
+    With `timed` the report has `tokens_per_second`, prefill included and compilation left out: the first batch is
     decoded once more before the clock starts.
     """
     if not prompts:
         raise Eagle3Error("no prompts to decode")
     target, count = draft.target, len(prompts)
     size = min(batch_size, count)
-    lengths = np.asarray([len(prompt) for prompt in prompts], np.int32)
-    ids = np.zeros((count, int(lengths.max())), np.int32)
-    for row, prompt in zip(ids, prompts, strict=True):
-        row[: len(prompt)] = prompt
+    ids, lengths = pad_rows(prompts)
     keys = row_keys(seed, count)
     sampling = Sampling.make(size, temperature=temperature, eos_ids=target.eos_ids)
     # No longer than the context: the result is as wide as what is asked for.
@@ -374,14 +372,10 @@ def decode(
         out = run(begin)
         seconds, made = seconds + time.perf_counter() - started, made + int(out.lengths.sum())
         out = jax.tree.map(lambda x: x[: count - begin], out)  # noqa: B023 - called at once
-        if np.any(out.finish_reason == ERROR):
-    asked |= {name: getattr(config, name) for name in ("cache_format", "draft_cache_format")}
-            raise Eagle3Error(
-                f"{target.name}: the logits have no finite maximum; the weights or their dtype are at fault"
-            )
-        outputs += [row[:length].tolist() for row, length in zip(out.tokens, out.lengths, strict=True)]
+        outputs += answers(out, target.name)
         stats.append(out.stats)
     asked = {"chain": chain, "temperature": temperature, "seed": seed, "max_new_tokens": max_new_tokens}
+    asked |= {name: getattr(config, name) for name in ("cache_format", "draft_cache_format")}
     done = {"prompts": count, "new_tokens": sum(map(len, outputs))}
     every = jax.tree.map(lambda *parts: np.concatenate(parts), *stats)
     speed = {"tokens_per_second": made / seconds} if timed else {}

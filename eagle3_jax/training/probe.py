@@ -18,7 +18,8 @@ import numpy as np
 from jax import Array
 
 from eagle3_jax.checkpoint.drafts import Draft
-from eagle3_jax.decoding.loop import ERROR, generate
+from eagle3_jax.decoding.batches import answers, pad_rows
+from eagle3_jax.decoding.loop import generate
 from eagle3_jax.decoding.request import GenerationConfig
 from eagle3_jax.decoding.sampling import Sampling, row_keys
 from eagle3_jax.errors import Eagle3Error
@@ -146,22 +147,16 @@ def _text(draft: Draft, prompts: Sequence[Sequence[int]], max_new_tokens: int) -
     room = target.model.config.max_position - longest
     if room < 3:
         raise Eagle3Error(f"a prompt of {longest} tokens leaves no room for a probe; give shorter ones")
-    ids, lengths = np.zeros((count, longest), np.int32), np.array([len(prompt) for prompt in prompts], np.int32)
-    for row, prompt in zip(ids, prompts, strict=True):
-        row[: len(prompt)] = prompt
+    ids, lengths = pad_rows(prompts)
     config = GenerationConfig(min(max_new_tokens, room), transforms=())
     sampling = Sampling.make(count, eos_ids=target.eos_ids)
     keys = row_keys(0, count)
     arrays = (jnp.asarray(ids), jnp.asarray(lengths), keys, sampling)
     out = _generate(target.params, *arrays, model=target.model, config=config)
-    if np.any(np.asarray(out.finish_reason) == ERROR):
-        raise Eagle3Error(f"{target.name}: the logits have no finite maximum; the weights or their dtype are at fault")
-    answers = [row[:n] for row, n in zip(np.asarray(out.tokens), np.asarray(out.lengths), strict=True)]
-    width = max(len(prompt) + len(answer) for prompt, answer in zip(prompts, answers, strict=True))
-    tokens, written = np.zeros((count, width), np.int32), np.zeros((count, width), bool)
-    for i, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
-        tokens[i, : len(prompt) + len(answer)] = [*prompt, *answer]
-        written[i, len(prompt) : len(prompt) + len(answer)] = True
+    texts = [[*prompt, *answer] for prompt, answer in zip(prompts, answers(out, target.name), strict=True)]
+    tokens, ends = pad_rows(texts)
+    place = np.arange(tokens.shape[1])
+    written = (place >= lengths[:, None]) & (place < ends[:, None])
     if not written[:, 2:].any():
         raise Eagle3Error(f"{target.name} answers nothing to probe with; give other prompts")
     return jnp.asarray(tokens), written
