@@ -17,6 +17,7 @@ from jax import Array, lax
 
 from eagle3_jax.errors import Eagle3Error
 from eagle3_jax.quant.fp8 import saturating_cast
+from eagle3_jax.sharding import MODEL, AnyMesh, axis_size, keep, mesh_of, pool_shardings
 
 CACHE_FORMATS = ("fp8",)
 """Formats of pools that are narrower than the model."""
@@ -152,25 +153,35 @@ def make_pools(
     dtype: str,
     format: str | None = None,
     scales: tuple[float, ...] = (),
+    mesh: AnyMesh | None = None,
 ) -> tuple[Pool, ...]:
     """Zeroed pools, one [S, R, D] per layer.
 
     Args:
         num_layers, slots, rows, width: the pools and their shape. dtype: of what they keep.
         format: None, or "fp8": codes with a scale for each pool. scales: of the pools; () is 1 for each.
+        mesh: where the pools lie, as `eagle3_jax.sharding.pool_shardings` says; None is one device.
 
     Raises:
-        Eagle3Error: a pool would pass 2**31 elements, the reach of a 32-bit offset; or another number of scales.
+        Eagle3Error: a device's part of a pool would pass 2**31 elements, the reach of a 32-bit offset; or another
+            number of scales.
     """
-    if slots * rows * width >= 2**31:
+    parts = axis_size(mesh, MODEL)
+    held = rows if rows % parts else rows // parts
+    if slots * held * width >= 2**31:
         raise Eagle3Error(
-            f"a cache pool of {slots} x {rows} x {width} elements passes 2**31; use fewer rows or a shorter context"
+            f"a cache pool of {slots} x {held} x {width} elements passes 2**31; use fewer rows or a shorter context"
         )
-    if format is None:
-        return tuple(jnp.zeros((slots, rows, width), dtype) for _ in range(num_layers))
     if scales and len(scales) != num_layers:
         raise Eagle3Error(f"there are {len(scales)} cache scales; one for each of {num_layers} layers is needed")
-    return tuple(Fp8Pool(jnp.zeros((slots, rows, width), jnp.uint8), scale) for scale in scales or (1.0,) * num_layers)
+
+    def empty(dtype: str) -> Array:
+        pool = jnp.zeros((slots, rows, width), dtype)
+        return pool if mesh is None else keep(pool, pool_shardings(pool, mesh))
+
+    if format is None:
+        return tuple(empty(dtype) for _ in range(num_layers))
+    return tuple(Fp8Pool(empty("uint8"), scale) for scale in scales or (1.0,) * num_layers)
 
 
 @struct.dataclass
@@ -248,7 +259,10 @@ def write(pool: Pool, slots: Array, values: Array) -> Pool:
 
 def _stored(pool: Array, slots: Array, values: Array) -> Array:
     flat = values.reshape(-1, *values.shape[2:]).astype(pool.dtype)
-    return pool.at[slots.reshape(-1)].set(flat, mode="drop")
+    stored = pool.at[slots.reshape(-1)].set(flat, mode="drop")
+    # Said again: where the values lie otherwise, XLA would let the pool follow them.
+    mesh = mesh_of(pool)
+    return stored if mesh is None else keep(stored, pool_shardings(stored, mesh))
 
 
 def read_chunk(pool: Pool, step: Step, chunk: Array | int, chunk_size: int) -> Array:

@@ -56,8 +56,8 @@ class Eagle3Config:
 
     @property
     def cache_row(self) -> tuple[int, int]:
-        """What the draft's cache keeps of a token: rows (keys, then values) and their width."""
-        return 2 * self.num_kv_heads, self.head_dim
+        """What the draft's cache keeps of a token: a row a head, its key and then its value, and their width."""
+        return self.num_kv_heads, 2 * self.head_dim
 
     @property
     def rotary_dim(self) -> int:

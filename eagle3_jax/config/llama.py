@@ -39,8 +39,8 @@ class LlamaConfig(DecoderConfig):
 
     @property
     def cache_row(self) -> tuple[int, int]:
-        """What the cache keeps of a token in a layer: rows (keys, then values) and their width."""
-        return 2 * self.num_kv_heads, self.head_dim
+        """What the cache keeps of a token in a layer: a row a head, its key and then its value, and their width."""
+        return self.num_kv_heads, 2 * self.head_dim
 
     @property
     def rotary_dim(self) -> int:

@@ -12,6 +12,7 @@ from eagle3_jax.cache.paged import Pool, chain_step, make_pools
 from eagle3_jax.models.attention import paged_attention
 from eagle3_jax.models.eagle3 import Eagle3, shared_weights
 from eagle3_jax.models.layers import apply
+from eagle3_jax.sharding import AnyMesh
 
 Pick = Callable[[int, Array, Array | None], Array]
 """pick(j, logits [B, Vd], target_ids [Vd] or None) -> the j-th draft int32 [B] in the target's vocabulary."""
@@ -47,8 +48,8 @@ class Drafter(Protocol):
         """Hidden states of the target that `Verified.features` joins."""
         ...
 
-    def make_cache(self, slots: int) -> Any:
-        """The drafter's own state for a pool of `slots` slots."""
+    def make_cache(self, slots: int, mesh: AnyMesh | None = None) -> Any:
+        """The drafter's own state for a pool of `slots` slots; its arrays are pools [S, R, D], on a mesh if any."""
         ...
 
     def extend(self, params: tuple[Any, Any], cache: Any, rows: Verified, block_size: int) -> Any:
@@ -68,7 +69,7 @@ class NoDrafter:
 
     taps: tuple[int, ...] = ()
 
-    def make_cache(self, slots: int) -> tuple:
+    def make_cache(self, slots: int, mesh: AnyMesh | None = None) -> tuple:
         """No state."""
         return ()
 
@@ -92,7 +93,7 @@ class Oracle:
 
     taps: tuple[int, ...] = ()
 
-    def make_cache(self, slots: int) -> tuple:
+    def make_cache(self, slots: int, mesh: AnyMesh | None = None) -> tuple:
         """No state."""
         return ()
 
@@ -129,10 +130,10 @@ class Eagle3Drafter:
         """The draft's taps."""
         return self.model.config.taps
 
-    def make_cache(self, slots: int) -> tuple[Pool, ...]:
+    def make_cache(self, slots: int, mesh: AnyMesh | None = None) -> tuple[Pool, ...]:
         """One pool [S, R, D] of cache rows for each layer of the draft."""
         c = self.model.config
-        return make_pools(c.num_layers, slots, *c.cache_row, c.dtype, self.cache_format, self.cache_scales)
+        return make_pools(c.num_layers, slots, *c.cache_row, c.dtype, self.cache_format, self.cache_scales, mesh)
 
     def extend(self, params: tuple[Any, Any], cache: tuple, rows: Verified, block_size: int) -> tuple:
         """Write the verified rows' keys and values from true features."""

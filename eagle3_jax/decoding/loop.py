@@ -7,7 +7,6 @@ Dimension letters: B rows, P padded prompt length, T tokens of a pass, K drafts 
 F joined feature width, M blocks of a row.
 """
 
-import dataclasses
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -16,7 +15,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import struct
 from jax import Array, lax
 
 from eagle3_jax.cache.paged import (
@@ -41,84 +39,25 @@ from eagle3_jax.decoding.sampling import (
     temper,
     truncate,
 )
+from eagle3_jax.decoding.state import (
+    ERROR,
+    LENGTH,
+    RUNNING,
+    STOP,
+    Generation,
+    Params,
+    Setup,
+    State,
+    result,
+    settled,
+)
 from eagle3_jax.decoding.stats import Stats
 from eagle3_jax.errors import Eagle3Error
 from eagle3_jax.models.attention import paged_attention
 from eagle3_jax.models.decoder import Decoder
 from eagle3_jax.models.eagle3 import Eagle3
 from eagle3_jax.models.layers import apply
-
-RUNNING, STOP, LENGTH, ERROR = 0, 1, 2, 3
-"""Values of `finish_reason`; ERROR is a row whose logits had no finite maximum."""
-
-
-@struct.dataclass
-class Generation:
-    """The result of a run.
-
-    Attributes:
-        tokens: int32 [B, max_new_tokens]; pad_id after the end. The stop token is included.
-        lengths: int32 [B], emitted tokens.
-        finish_reason: int8 [B]: 0 running, 1 stop, 2 length, 3 error (logits without a finite maximum).
-        logprobs: float32 [B, max_new_tokens] under the untransformed logits of each token's own row, or None.
-        stats: counts of each row.
-    """
-
-    tokens: Array
-    lengths: Array
-    finish_reason: Array
-    logprobs: Array | None
-    stats: Stats
-
-
-@struct.dataclass
-class State:
-    """What one round hands to the next.
-
-    Attributes:
-        tokens, emitted, finish, logprobs, stats: the result so far, as in `Generation`.
-        last: int32 [B], the newest token, drawn but not yet fed to the target.
-        length: int32 [B], tokens whose keys and values are in the target's cache: the position of `last`.
-        limit: int32 [B], most tokens the row may emit.
-        keys: [B] random keys.
-        table: int32 [B, M] block table shared by both caches.
-        pools: the target's cache, one pool a layer. draft_cache: the drafter's.
-        pending: verified rows that the drafter takes in next.
-        history: for penalties, or None where they are not compiled in.
-    """
-
-    tokens: Array
-    emitted: Array
-    finish: Array
-    logprobs: Array | None
-    stats: Stats
-    last: Array
-    length: Array
-    limit: Array
-    keys: Array
-    table: Array
-    pools: tuple
-    draft_cache: Any
-    pending: Verified
-    history: History | None
-
-
-@dataclasses.dataclass(frozen=True)
-class Setup:
-    """The static side of a run: what is compiled."""
-
-    target: Decoder
-    drafter: Drafter
-    config: GenerationConfig
-
-    @property
-    def drafts(self) -> int:
-        """K, drafts of a round; 0 without a drafter."""
-        return 0 if isinstance(self.drafter, NoDrafter) else self.config.speculation.length
-
-
-Params = tuple[Any, Any]
-"""(target params, draft params)."""
+from eagle3_jax.sharding import AnyMesh, in_step, keep_whole, mesh_of, on_host, over_rows
 
 
 def decode_round(setup: Setup, params: Params, sampling: Sampling, state: State) -> State:
@@ -127,6 +66,10 @@ def decode_round(setup: Setup, params: Params, sampling: Sampling, state: State)
     Verification samples and matches: the target draws its own token at every row, and a draft is accepted if
     it is that token. The noise of each drawn index is shared with the draft, so the two often agree.
     """
+    return settled(over_rows(partial(_round, setup), params, sampling, state), params)
+
+
+def _round(setup: Setup, params: Params, sampling: Sampling, state: State) -> State:
     drafts, config = setup.drafts, setup.config
     indices = state.length[:, None] + 1 + jnp.arange(drafts + 1, dtype=jnp.int32)
     noise = noise_if_sampled(state.keys, indices, setup.target.config.vocab_size, sampling)
@@ -264,7 +207,11 @@ def prefill(setup: Setup, params: Params, token_ids: Array, lengths: Array, keys
         token_ids: int32 [B, P], padded after each row's end. lengths: int32 [B].
         keys: [B] threefry keys. sampling: the rows' wishes.
     """
-    state = _initial_state(setup, token_ids, lengths, keys, sampling)
+    return settled(over_rows(partial(_prefill, setup), params, token_ids, lengths, keys, sampling), params)
+
+
+def _prefill(setup: Setup, params: Params, token_ids: Array, lengths: Array, keys: Array, sampling: Sampling) -> State:
+    state = _initial_state(setup, token_ids, lengths, keys, sampling, mesh_of(params))
     chunk = min(setup.config.prefill_chunk, token_ids.shape[1])
     padded = -(-token_ids.shape[1] // chunk) * chunk + 1
     ids = jnp.pad(token_ids, ((0, 0), (0, padded - token_ids.shape[1])))
@@ -288,7 +235,7 @@ def prefill(setup: Setup, params: Params, token_ids: Array, lengths: Array, keys
         feature = jnp.where(here, jnp.take_along_axis(features, at, axis=1)[:, 0], feature)
         return i + 1, pools, draft_cache, hidden, feature
 
-    chunks = (jnp.max(lengths) + chunk - 1) // chunk
+    chunks = (in_step(jnp.max(lengths)) + chunk - 1) // chunk
     carry = (jnp.int32(0), state.pools, state.draft_cache, hidden, state.pending.features[:, 0])
     _, pools, draft_cache, hidden, feature = lax.while_loop(lambda c: c[0] < chunks, body, carry)
 
@@ -305,7 +252,9 @@ def prefill(setup: Setup, params: Params, token_ids: Array, lengths: Array, keys
     return _emit(state, first, emit, finish, logits)
 
 
-def _initial_state(setup: Setup, token_ids: Array, lengths: Array, keys: Array, sampling: Sampling) -> State:
+def _initial_state(
+    setup: Setup, token_ids: Array, lengths: Array, keys: Array, sampling: Sampling, mesh: AnyMesh | None
+) -> State:
     batch, prompt = token_ids.shape
     config, model, drafts = setup.config, setup.target.config, setup.drafts
     capacity = min(prompt + config.max_new_tokens, model.max_position)
@@ -345,9 +294,9 @@ def _initial_state(setup: Setup, token_ids: Array, lengths: Array, keys: Array, 
         keys=keys,
         table=table,
         pools=make_pools(
-            model.num_layers, slots, *model.cache_row, model.dtype, config.cache_format, config.cache_scales
+            model.num_layers, slots, *model.cache_row, model.dtype, config.cache_format, config.cache_scales, mesh
         ),
-        draft_cache=setup.drafter.make_cache(slots),
+        draft_cache=setup.drafter.make_cache(slots, mesh),
         pending=pending,
         history=history,
     )
@@ -356,11 +305,18 @@ def _initial_state(setup: Setup, token_ids: Array, lengths: Array, keys: Array, 
 def run_rounds(setup: Setup, params: Params, sampling: Sampling, state: State, rounds: Array | int) -> State:
     """Decode until every row has finished or `rounds` rounds have run; all on the device."""
 
+    def run(shared: tuple[Params, Array], sampling: Sampling, state: State) -> State:
+        return _run_rounds(setup, shared[0], sampling, state, shared[1])
+
+    return settled(over_rows(run, (params, jnp.int32(rounds)), sampling, state), params)
+
+
+def _run_rounds(setup: Setup, params: Params, sampling: Sampling, state: State, rounds: Array) -> State:
     def unfinished(carry: tuple[Array, State]) -> Array:
-        return (carry[0] < rounds) & jnp.any(carry[1].finish == RUNNING)
+        return (carry[0] < rounds) & in_step(jnp.any(carry[1].finish == RUNNING))
 
     def body(carry: tuple[Array, State]) -> tuple[Array, State]:
-        return carry[0] + 1, decode_round(setup, params, sampling, carry[1])
+        return carry[0] + 1, _round(setup, params, sampling, carry[1])
 
     return lax.while_loop(unfinished, body, (jnp.int32(0), state))[1]
 
@@ -401,7 +357,7 @@ def speculative_generate(
     setup = Setup(target_model, make_drafter(draft_model, target_model, config), config)
     params = (target_params, draft_params)
     state = prefill(setup, params, token_ids, lengths, keys, sampling)
-    return result(run_rounds(setup, params, sampling, state, config.max_new_tokens))
+    return keep_whole(result(run_rounds(setup, params, sampling, state, config.max_new_tokens)), mesh_of(params))
 
 
 def generate(
@@ -443,11 +399,6 @@ def make_drafter(draft_model: Eagle3 | Drafter | None, target_model: Decoder, co
     return drafter
 
 
-def result(state: State) -> Generation:
-    """The part of a state that is the run's result."""
-    return Generation(state.tokens, state.emitted, state.finish, state.logprobs, state.stats)
-
-
 jitted_prefill = jax.jit(prefill, static_argnums=0)
 jitted_rounds = jax.jit(run_rounds, static_argnums=0, donate_argnums=3)
 
@@ -480,7 +431,7 @@ def stream(
     setup = Setup(target_model, make_drafter(draft_model, target_model, config), config)
     params = (target_params, () if draft_model is None else draft_params)
     state = jitted_prefill(setup, params, token_ids, lengths, keys, sampling)
-    yield jax.device_get(result(state))
-    while np.any(np.asarray(state.finish) == RUNNING):
+    yield (generation := on_host(result(state)))
+    while np.any(generation.finish_reason == RUNNING):
         state = jitted_rounds(setup, params, sampling, state, jnp.int32(rounds_per_call))
-        yield jax.device_get(result(state))
+        yield (generation := on_host(result(state)))

@@ -17,6 +17,7 @@ from flax import struct
 from jax import Array, lax
 
 from eagle3_jax.errors import Eagle3Error
+from eagle3_jax.sharding import in_step
 
 UNLIMITED = 2**31 - 1
 ADJUSTMENTS = ("min_tokens", "logit_bias", "penalties")
@@ -227,7 +228,7 @@ def noise_if_sampled(keys: Array, indices: Array, vocab_size: int, sampling: Sam
     """`gumbel_noise`, or zeros when every row is greedy."""
     shape = (*indices.shape, vocab_size)
     return lax.cond(
-        jnp.any(sampling.temperature > 0),
+        in_step(jnp.any(sampling.temperature > 0)),
         lambda: gumbel_noise(keys, indices, vocab_size),
         lambda: jnp.zeros(shape, jnp.float32),
     )
@@ -269,7 +270,7 @@ def adjust(
             logits = _penalise(logits, sampling, history, drafts)
         return logits
 
-    return lax.cond(active, apply, lambda logits: logits, logits)
+    return lax.cond(in_step(active), apply, lambda logits: logits, logits)
 
 
 def _mask_stops(logits: Array, sampling: Sampling, produced: Array) -> Array:
@@ -336,7 +337,7 @@ def truncate(z: Array, sampling: Sampling, transforms: tuple[str, ...], slack: f
             z = _top_p(z, sampling.top_p, slack)
         return z
 
-    return lax.cond(active, apply, lambda z: z, z)
+    return lax.cond(in_step(active), apply, lambda z: z, z)
 
 
 def _top_k(z: Array, top_k: Array, slack: float) -> Array:

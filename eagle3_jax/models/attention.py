@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from eagle3_jax.cache.paged import Fp8Pool, Pool, Step, as_kept, read_chunk, write
+from eagle3_jax.sharding import in_step
 
 Expand = Callable[[Array], tuple[Array, Array]]
 """What the cache keeps, [B, C, R, W], to (keys [B, C, N/G, D], values [B, C, N/G, Dv])."""
@@ -38,8 +39,8 @@ class Attend(Protocol):
         Args:
             q: [B, T, N, D].
             k: keys [B, T, N/G, D]. With an `Expand` as `v`: what the cache keeps instead, [B, T, R, W].
-            v: values [B, T, N/G, D], which the cache keeps after the keys (R = 2 N/G), or the function that makes
-                keys and values of what it keeps.
+            v: values [B, T, N/G, D], which the cache keeps behind their keys (R = N/G, W = 2 D: on a mesh a head's
+                lie together), or the function that makes keys and values of what it keeps.
             cache: the layer's cache.
             scale: multiplier of the scores; None is D ** -0.5.
             window: tokens that a query sees, itself among them, counted back from it; None is all.
@@ -84,6 +85,8 @@ def paged_attention(step: Step, chunk_size: int = CHUNK_SIZE) -> Attend:
     no buffer as long as the context exists. A window starts the walk where the shortest row's begins.
     """
     chunk_size = max(chunk_size // step.block_size, 1) * step.block_size
+    shortest, longest = -in_step(-jnp.min(step.start)), in_step(jnp.max(step.start))
+    chunks = (longest + chunk_size - 1) // chunk_size
 
     def attend(
         q: Array,
@@ -95,13 +98,12 @@ def paged_attention(step: Step, chunk_size: int = CHUNK_SIZE) -> Attend:
         window: int | None = None,
         sinks: Array | None = None,
     ) -> tuple[Array, Pool]:
-        kept, expand = (k, v) if callable(v) else (jnp.concatenate([k, v], axis=2), _halves)
+        kept, expand = (k, v) if callable(v) else (jnp.concatenate([k, v], axis=-1), _halves)
         # A token sees the same of another whether both are new or one is read back: else passes of several
         # tokens, as speculation has them, would differ from passes of one.
         k, v = expand(as_kept(cache, kept)) if isinstance(cache, Fp8Pool) else keys_and_values(k, v)
         queries = _grouped(q, k, scale)
-        chunks = (jnp.max(step.start) + chunk_size - 1) // chunk_size
-        first = jnp.int32(0) if window is None else jnp.maximum(jnp.min(step.start) - window + 1, 0) // chunk_size
+        first = jnp.int32(0) if window is None else jnp.maximum(shortest - window + 1, 0) // chunk_size
 
         # Written before the prefix is read: were it the other way, XLA would copy the pool to order the two.
         pool = write(cache, step.slots, kept)
@@ -130,8 +132,8 @@ def keys_and_values(k: Array, v: Array | Expand) -> tuple[Array, Array]:
 
 
 def _halves(kept: Array) -> tuple[Array, Array]:
-    heads = kept.shape[2] // 2
-    return kept[:, :, :heads], kept[:, :, heads:]
+    width = kept.shape[3] // 2
+    return kept[..., :width], kept[..., width:]
 
 
 def _within(window: int | None, queries: Array, keys: Array) -> Array | bool:

@@ -16,9 +16,11 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
+from jax.sharding import PartitionSpec
 
 from eagle3_jax.config import MoEConfig
 from eagle3_jax.quant.weight import Weight, WeightFormats
+from eagle3_jax.sharding import MODEL, axis_size, by_device, mesh_of
 
 
 def route(config: MoEConfig, logits: Array, correction: Array | None = None) -> tuple[Array, Array]:
@@ -68,7 +70,12 @@ def tile_height(assignments: int, num_experts: int) -> int:
 
 
 def mix_experts(
-    x: Array, chosen: Array, weights: Array, num_experts: int, expert: Callable[[Array, Array], Array]
+    x: Array,
+    chosen: Array,
+    weights: Array,
+    num_experts: int,
+    expert: Callable[[Array, Array], Array],
+    devices: int = 1,
 ) -> Array:
     """The weighted sum of each row's experts.
 
@@ -79,12 +86,13 @@ def mix_experts(
         weights: float32 [M, k].
         num_experts: E.
         expert: what one expert computes: (its index int32 [], rows [h, H]) -> [h, H].
+        devices: how many share the assignments, each with E experts; the height of tiles goes by all of them.
 
     Returns:
         float32 [M, H]. A row adds its experts in ascending order, whatever other rows are there.
     """
     rows, per_row = chosen.shape
-    height = tile_height(rows * per_row, num_experts)
+    height = tile_height(rows * per_row, num_experts * devices)
     flat = chosen.reshape(-1)
     order = jnp.argsort(flat, stable=True)
     count = jnp.zeros((num_experts,), jnp.int32).at[flat].add(1, mode="drop")
@@ -149,7 +157,11 @@ class ExpertStack(nn.Module):
 
 
 class Experts(nn.Module):
-    """Feed-forward experts, each down(silu(gate(x)) * up(x)) or gpt-oss' clamped form of it."""
+    """Feed-forward experts, each down(silu(gate(x)) * up(x)) or gpt-oss' clamped form of it.
+
+    On a mesh whose "model" axis divides the experts, each device multiplies by those it has, and the sums meet once:
+    XLA left to itself would gather the stacks.
+    """
 
     config: MoEConfig
     formats: WeightFormats
@@ -162,18 +174,41 @@ class Experts(nn.Module):
         def stack(name: str, shape: tuple[int, int], axes: tuple[str, str]) -> tuple[Weight, Weight | None]:
             return ExpertStack(c.num_experts, shape, axes, self.formats, c.expert_bias, name=name)()
 
-        stacks = {name: stack(name, (hidden, inner), ("embed", "mlp")) for name in ("gate", "up")}
+        stacks: Stacks = {name: stack(name, (hidden, inner), ("embed", "mlp")) for name in ("gate", "up")}
         stacks["down"] = stack("down", (inner, hidden), ("mlp", "embed"))
 
-        def expert(index: Array, rows: Array) -> Array:
-            def linear(name: str, rows: Array) -> Array:
-                weight, bias = stacks[name]
-                y = weight.expert(index).matmul(rows)
-                return y if bias is None else y + bias.value[index].astype(y.dtype)
+        mesh = mesh_of(stacks)
+        parts = axis_size(mesh, MODEL)
+        if mesh is None or parts == 1 or c.num_experts % parts:
+            return _mixed(c, stacks, x, chosen, weights)
 
-            return linear("down", gated(c, linear("gate", rows), linear("up", rows)))
+        def own(stacks: Stacks, x: Array, chosen: Array, weights: Array) -> Array:
+            held = c.num_experts // parts
+            index = chosen - lax.axis_index(MODEL) * held
+            index = jnp.where((index >= 0) & (index < held), index, held)
+            return lax.psum(_mixed(c, stacks, x, index, weights, parts), MODEL)
 
-        return mix_experts(x, chosen, weights, c.num_experts, expert)
+        whole = PartitionSpec()
+        inputs = (PartitionSpec(MODEL), whole, whole, whole)
+        return by_device(own, mesh, MODEL, inputs, whole)(stacks, x, chosen, weights)
+
+
+Stacks = dict[str, tuple[Weight, Weight | None]]
+"""Weights and biases of the experts' matrices "gate", "up" and "down"."""
+
+
+def _mixed(config: MoEConfig, stacks: Stacks, x: Array, chosen: Array, weights: Array, devices: int = 1) -> Array:
+    """`mix_experts` of the experts in the stacks, which may be one device's."""
+
+    def expert(index: Array, rows: Array) -> Array:
+        def linear(name: str, rows: Array) -> Array:
+            weight, bias = stacks[name]
+            y = weight.expert(index).matmul(rows)
+            return y if bias is None else y + bias.value[index].astype(y.dtype)
+
+        return linear("down", gated(config, linear("gate", rows), linear("up", rows)))
+
+    return mix_experts(x, chosen, weights, config.num_experts // devices, expert, devices)
 
 
 def gated(config: MoEConfig, gate: Array, up: Array) -> Array:

@@ -254,9 +254,9 @@ class Scene:
     def __init__(self) -> None:
         rng = np.random.default_rng(5)
         self.start = np.array([0, 7, 8, 26], np.int32)
-        self.prefix = normal(rng, 4, 32, 2 * KV_HEADS, HEAD_DIM)
+        self.prefix = normal(rng, 4, 32, KV_HEADS, 2 * HEAD_DIM)
         self.q, self.k, self.v = window(rng, 4)
-        self.garbage = normal(rng, 20 * BLOCK, 2 * KV_HEADS, HEAD_DIM)
+        self.garbage = normal(rng, 20 * BLOCK, KV_HEADS, 2 * HEAD_DIM)
         self.scattered = rng.permutation(20)[:16].reshape(4, 4)
         self.contiguous = np.arange(16).reshape(4, 4)
 
@@ -290,8 +290,8 @@ def test_a_window_across_a_block_edge_is_kept_and_read_back_at_every_offset() ->
     rng = np.random.default_rng(11)
     start = np.arange(rows, dtype=np.int32)
     table = rng.permutation(rows * 4).reshape(rows, 4)
-    text = normal(rng, rows, 4 * BLOCK, 2 * KV_HEADS, HEAD_DIM)
-    blank = np.full((rows * 4 * BLOCK, 2 * KV_HEADS, HEAD_DIM), -7.0, np.float32)
+    text = normal(rng, rows, 4 * BLOCK, KV_HEADS, 2 * HEAD_DIM)
+    blank = np.full((rows * 4 * BLOCK, KV_HEADS, 2 * HEAD_DIM), -7.0, np.float32)
     pool = jnp.asarray(fill(blank, table, text, start))
     for kept in (None, start % K1 + 1):
         if kept is not None:  # a later window begins inside the first one: what was rejected is written over
@@ -300,9 +300,9 @@ def test_a_window_across_a_block_edge_is_kept_and_read_back_at_every_offset() ->
         arrays = (table.astype(np.int32), start, q, k, v)
         mixed, pool = attend(pool, *map(jnp.asarray, arrays))
         for row, n in enumerate(start):
-            text[row, n : n + K1] = np.concatenate([k[row], v[row]], axis=1)
+            text[row, n : n + K1] = np.concatenate([k[row], v[row]], axis=-1)
             seen = text[row, : n + K1]
-            expected = dense.attend(q[row], seen[:, :KV_HEADS], seen[:, KV_HEADS:], dense.after_prefix(n, CHAIN))
+            expected = dense.attend(q[row], seen[..., :HEAD_DIM], seen[..., HEAD_DIM:], dense.after_prefix(n, CHAIN))
             assert np.abs(np.asarray(mixed)[row] - expected).max() < 2e-6
     # Everything is where it belongs, and nothing anywhere else.
     for row, n in enumerate(start):
@@ -317,7 +317,7 @@ def test_a_window_across_a_block_edge_is_kept_and_read_back_at_every_offset() ->
 def test_block_ids_past_65535_are_like_any_other() -> None:
     rng = np.random.default_rng(3)
     start = np.array([19, 3], np.int32)
-    prefix = normal(rng, 2, 24, 2 * KV_HEADS, HEAD_DIM)
+    prefix = normal(rng, 2, 24, KV_HEADS, 2 * HEAD_DIM)
     q, k, v = window(rng, 2)
     outputs = []
     for blocks, table in (
@@ -325,9 +325,9 @@ def test_block_ids_past_65535_are_like_any_other() -> None:
         (70_000, [[65_535, 65_536, 69_999], [65_537, 131, 0]]),
     ):
         ids = np.asarray(table)
-        pool = fill(np.zeros((blocks * BLOCK, 2 * KV_HEADS, HEAD_DIM), np.float32), ids, prefix, start)
+        pool = fill(np.zeros((blocks * BLOCK, KV_HEADS, 2 * HEAD_DIM), np.float32), ids, prefix, start)
         arrays = (pool, ids.astype(np.int32), start, q, k, v)
         mixed, pool = attend(*map(jnp.asarray, arrays))
-        assert np.array_equal(pool[ids[0, 2] * BLOCK + 19 % BLOCK], np.concatenate([k[0, 0], v[0, 0]]))
+        assert np.array_equal(pool[ids[0, 2] * BLOCK + 19 % BLOCK], np.concatenate([k[0, 0], v[0, 0]], axis=-1))
         outputs.append(np.asarray(mixed))
     assert outputs[0].tobytes() == outputs[1].tobytes() and np.ptp(outputs[0]) > 0.1

@@ -31,9 +31,9 @@ class Ragged:
         rows = len(LENGTHS)
         self.q = normal(rng, rows, new, KV_HEADS * group, WIDTH)
         self.k, self.v = normal(rng, rows, new, KV_HEADS, WIDTH), normal(rng, rows, new, KV_HEADS, WIDTH)
-        self.prefix = [normal(rng, n, 2 * KV_HEADS, WIDTH) for n in LENGTHS]
+        self.prefix = [normal(rng, n, KV_HEADS, 2 * WIDTH) for n in LENGTHS]
         self.table = rng.permutation(rows * BLOCKS_PER_ROW + 8)[: rows * BLOCKS_PER_ROW].reshape(rows, -1)
-        self.pool = 100 * normal(rng, (rows * BLOCKS_PER_ROW + 8) * BLOCK, 2 * KV_HEADS, WIDTH)
+        self.pool = 100 * normal(rng, (rows * BLOCKS_PER_ROW + 8) * BLOCK, KV_HEADS, 2 * WIDTH)
         for row, tokens in enumerate(self.prefix):
             position = np.arange(len(tokens))
             self.pool[self.table[row, position // BLOCK] * BLOCK + position % BLOCK] = tokens
@@ -45,8 +45,8 @@ class Ragged:
     def expected(self, visible: np.ndarray, window: int | None = None, **options: Any) -> np.ndarray:
         rows = []
         for q, k, v, prefix in zip(self.q, self.k, self.v, self.prefix, strict=True):
-            keys = np.concatenate([prefix[:, :KV_HEADS], k])
-            values = np.concatenate([prefix[:, KV_HEADS:], v])
+            keys = np.concatenate([prefix[..., :WIDTH], k])
+            values = np.concatenate([prefix[..., WIDTH:], v])
             seen = dense.in_window(dense.after_prefix(len(prefix), visible), window)
             rows.append(dense.attend(q, keys, values, seen, **options))
         return np.stack(rows)
