@@ -7,12 +7,11 @@ from typing import Any
 
 import jax
 from jax import export
-from jax.sharding import AbstractMesh, AxisType
 
 from eagle3_jax.checkpoint.files import atomic_file
 from eagle3_jax.errors import Eagle3Error
 from eagle3_jax.export.programs import Program, build
-from eagle3_jax.sharding import DATA, MODEL
+from eagle3_jax.sharding import abstract_mesh
 
 PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
 
@@ -36,8 +35,7 @@ def export_program(program: Program, platforms: Sequence[str], path: str | os.Pa
         raise Eagle3Error(f"platform {(odd or [''])[0]!r:.40} is not known; use {', '.join(PLATFORMS)}")
     if program.mesh != (1, 1):
         raise Eagle3Error("a portable program is for one device; leave the mesh away")
-    mesh = AbstractMesh((1, 1), (DATA, MODEL), axis_types=(AxisType.Auto,) * 2)
-    parts = build(program, mesh)
+    parts = build(program, abstract_mesh(1, 1))
     leaves, structure = jax.tree.flatten(parts.arguments)
 
     def flat(*leaves: Any) -> list[Any]:

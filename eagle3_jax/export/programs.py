@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from eagle3_jax.checkpoint.draft_config import Overrides, TargetFacts, parse_draft
 from eagle3_jax.checkpoint.drafts import open_draft_folder
@@ -29,7 +29,7 @@ from eagle3_jax.quant.formats import NARROW_FORMATS, check_format
 from eagle3_jax.quant.products import chosen_mode
 from eagle3_jax.quant.quantize import KEPT, read_patterns, stays
 from eagle3_jax.quant.weight import named_weights
-from eagle3_jax.sharding import DATA, MODEL, weight_shardings
+from eagle3_jax.sharding import abstract_mesh, weight_shardings
 from eagle3_jax.training.initial import draft_config
 
 NEW = "new"
@@ -149,7 +149,7 @@ def lower(program: Program, mesh: Mesh | AbstractMesh | None = None, platform: s
         Eagle3Error: a target or draft that is not there, or does not fit.
     """
     if mesh is None:
-        mesh = AbstractMesh(program.mesh, (DATA, MODEL), axis_types=(AxisType.Auto,) * 2)
+        mesh = abstract_mesh(*program.mesh)
     start = time.perf_counter()
     parts = build(program, mesh)
     options: dict[str, Any] = {}

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax.experimental import topologies
-from jax.sharding import AxisType, Mesh
+from jax.sharding import Mesh
 
 from eagle3_jax.errors import Eagle3Error
 from eagle3_jax.export.chips import CHIPS
@@ -23,7 +23,7 @@ from eagle3_jax.export.programs import Parts, Program, lower
 from eagle3_jax.export.toolchain import PACKAGE
 from eagle3_jax.quant.formats import NARROW_FORMATS
 from eagle3_jax.quant.weight import Weight, named_weights
-from eagle3_jax.sharding import DATA, MODEL
+from eagle3_jax.sharding import DATA, MODEL, check_mesh
 
 _LARGEST = 12
 _MATRIX_INSTRUCTION = re.compile(r"call [^\n]*@(llvm\.amdgcn\.(?:mfma|smfmac)[\w.]*)")
@@ -43,7 +43,7 @@ def main(folder: Path) -> None:
         target_config=chip.target_config(),
     )
     devices = np.array(topology.devices).reshape(data, model)
-    lowered = lower(program, Mesh(devices, (DATA, MODEL), axis_types=(AxisType.Auto,) * 2))
+    lowered = lower(program, check_mesh(Mesh(devices, (DATA, MODEL))))
     start = time.perf_counter()
     compiled = lowered.stage.compile(compiler_options=job["options"] or None)
     seconds = {**lowered.seconds, "compile": time.perf_counter() - start}
