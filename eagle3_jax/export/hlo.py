@@ -70,12 +70,12 @@ class Module:
     def collectives(self) -> dict[str, int]:
         """How many of each kind of collective there are."""
         names = (i.opcode.removesuffix("-start") for i in self.instructions)
-        return _counted(name for name in names if name in COLLECTIVES)
+        return counted(name for name in names if name in COLLECTIVES)
 
     def library_calls(self) -> dict[str, int]:
         """How many calls there are of each library function."""
         targets = (re.search(r'custom_call_target="([^"]*)"', i.text) for i in self._buffers(("custom-call",)))
-        return _counted(target[1] for target in targets if target and target[1] != TRITON)
+        return counted(target[1] for target in targets if target and target[1] != TRITON)
 
     def copies(self, wanted: Iterable[Shape], slices: bool = False) -> dict[str, int]:
         """How many copies and transpositions there are of arrays of these shapes, by shape.
@@ -116,7 +116,7 @@ class Module:
         return [{"shape": spelled(shape), "bytes": sizes[shape], "instruction": names[shape]} for shape in best]
 
     def _found(self, test: Callable[[Instruction, Shape], bool]) -> dict[str, int]:
-        return _counted(spelled(shape) for i in self._buffers() for shape in i.shapes if test(i, shape))
+        return counted(spelled(shape) for i in self._buffers() for shape in i.shapes if test(i, shape))
 
     def _buffers(self, opcodes: tuple[str, ...] | None = None) -> Iterator[Instruction]:
         """The instructions whose results lie in memory."""
@@ -177,5 +177,13 @@ def _unordered(shape: Shape) -> Shape:
     return shape[0], tuple(sorted(shape[1]))
 
 
-def _counted(names: Iterable[str]) -> dict[str, int]:
-    return dict(sorted(collections.Counter(names).items()))
+def counted(*found: Iterable[str] | Mapping[str, int]) -> dict[str, int]:
+    """How often each name occurs, all in all, in the order of the names.
+
+    Args:
+        found: names, or how often each of them was found before.
+    """
+    total = collections.Counter[str]()
+    for names in found:
+        total.update(names)
+    return dict(sorted(total.items()))

@@ -18,7 +18,7 @@ from jax.sharding import Mesh
 from eagle3_jax.errors import Eagle3Error
 from eagle3_jax.export.chips import CHIPS
 from eagle3_jax.export.elf import AMDGPU, Elf
-from eagle3_jax.export.hlo import Module, Shape, hlo_dtype
+from eagle3_jax.export.hlo import Module, Shape, counted, hlo_dtype
 from eagle3_jax.export.programs import Parts, Program, lower
 from eagle3_jax.export.toolchain import PACKAGE
 from eagle3_jax.quant.formats import NARROW_FORMATS
@@ -65,7 +65,7 @@ def main(folder: Path) -> None:
         "stablehlo_sha256": lowered.sha256(),
         **_findings(module, lowered.parts),
         "bytes_per_device": _bytes(compiled.memory_analysis(), lowered.parts, program),
-        "matrix_instructions": _summed([o["matrix_instructions"] for o in objects]),
+        "matrix_instructions": counted(*(o["matrix_instructions"] for o in objects)),
         "code_objects": objects,
     }
     (folder / "report.json").write_text(json.dumps(report), encoding="utf-8")
@@ -84,7 +84,7 @@ def code_objects(folder: Path) -> list[dict[str, Any]]:
                 "elf_machine": elf.machine,
                 "mach": elf.flags & 0xFF,
                 "target": re.match(r"[\w:+-]*", elf.find(b"amdgcn-"))[0],  # pyright: ignore[reportOptionalSubscript]
-                "matrix_instructions": _summed([{name: 1} for name in _MATRIX_INSTRUCTION.findall(optimised)]),
+                "matrix_instructions": counted(_MATRIX_INSTRUCTION.findall(optimised)),
             }
         )
     return sorted(found, key=lambda entry: entry["kernels"])
@@ -141,14 +141,6 @@ def _matrix_shapes(weight: Weight) -> list[tuple[float, tuple[int, ...]]]:
     *front, last = value.sharding.shard_shape(value.shape)  # pyright: ignore[reportAttributeAccessIssue]
     bits, dims = value.dtype.itemsize * 8 / pack, (*front, last * pack)
     return [(bits, dims), (bits, dims[1:])] if len(dims) > 2 else [(bits, dims)]
-
-
-def _summed(counts: list[dict[str, int]]) -> dict[str, int]:
-    total: dict[str, int] = {}
-    for count in counts:
-        for name, number in count.items():
-            total[name] = total.get(name, 0) + number
-    return dict(sorted(total.items()))
 
 
 if __name__ == "__main__":
