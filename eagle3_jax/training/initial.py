@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from eagle3_jax.checkpoint.taps import default_taps
 from eagle3_jax.config import DecoderConfig, Eagle3Config, RopeConfig
 from eagle3_jax.errors import Eagle3Error
 from eagle3_jax.models.eagle3 import Eagle3, shared_weights
@@ -37,7 +38,7 @@ def draft_config(
         Eagle3Error: a tap the target does not have.
     """
     layers = target.num_layers
-    taps = taps if taps is not None else (2, layers // 2, layers - 3)
+    taps = default_taps(layers) if taps is None else taps
     if not taps or list(taps) != sorted(set(taps)) or taps[0] < 0 or taps[-1] > layers:
         raise Eagle3Error(f"taps {list(taps)} must ascend within 0 .. {layers}, the target's hidden states")
     return Eagle3Config(
