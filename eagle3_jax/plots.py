@@ -1,6 +1,7 @@
 """Figures as PNG files. matplotlib is imported when one is drawn."""
 
 import math
+import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -38,7 +39,7 @@ def draw_bench(report: Mapping[str, Any], path: Path) -> None:
         low, high = ([abs(r["median"] - r[end]) for r in ratios] for end in ("min", "max"))
         ratio.errorbar(rows, [r["median"] for r in ratios], (low, high), marker="o", capsize=3, label=name)
     first = next(iter(cells.values()))
-    plain = [_median([run["plain_tokens_per_second"] for run in cell["runs"]]) for cell in first]
+    plain = [statistics.median([run["plain_tokens_per_second"] for run in cell["runs"]]) for cell in first]
     speed.plot([cell["concurrency"] for cell in first], plain, marker="s", color=_GREY, linestyle="--", label="plain")
     ratio.axhline(1, color=_GREY, linestyle="--")
     for axes, label in ((speed, "output tokens per second"), (ratio, "speed against plain decoding")):
@@ -83,10 +84,6 @@ def _smooth_line(axes: Any, records: Sequence[Mapping[str, Any]], values: Sequen
     means = [sum(values[i : i + width]) / len(values[i : i + width]) for i in starts]
     steps = [records[min(i + width, len(values)) - 1]["step"] for i in starts]
     axes.plot(steps, means, color=color, label=label)
-
-
-def _median(values: Sequence[float]) -> float:
-    return sorted(values)[len(values) // 2]
 
 
 def _figure(panels: int) -> tuple[Any, Any]:
