@@ -5,6 +5,8 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+from xla import quick_flags
+
 TESTS = Path(__file__).resolve().parent
 DEVICE_FLAG = "--xla_force_host_platform_device_count"
 
@@ -12,8 +14,8 @@ DEVICE_FLAG = "--xla_force_host_platform_device_count"
 def _set_environment() -> int:
     """Sets the JAX environment (inherited by subprocesses) and returns the number of fake CPU devices."""
     flags = os.environ.get("XLA_FLAGS", "").split()
-    if not any(flag.startswith(DEVICE_FLAG) for flag in flags):
-        flags.append(f"{DEVICE_FLAG}=2")
+    given = {flag.partition("=")[0] for flag in flags}
+    flags += [flag for flag in (f"{DEVICE_FLAG}=2", *quick_flags()) if flag.partition("=")[0] not in given]
     os.environ["XLA_FLAGS"] = " ".join(flags)
     os.environ["JAX_PLATFORMS"] = "cpu"
     os.environ["JAX_NUMPY_DTYPE_PROMOTION"] = "strict"
