@@ -50,14 +50,14 @@ def check_mesh(mesh: Mesh) -> Mesh:
     return Mesh(mesh.devices, mesh.axis_names, axis_types=_automatic(len(mesh.axis_names)))
 
 
-def abstract_mesh(data: int, model: int) -> jax.sharding.AbstractMesh:
+def abstract_mesh(data: int, model: int) -> AbstractMesh:
     """A mesh of data * model devices that need not be there: enough to trace and lower a program for them.
 
     Example:
         >>> abstract_mesh(2, 4).shape
         OrderedDict({'data': 2, 'model': 4})
     """
-    return jax.sharding.AbstractMesh((data, model), (DATA, MODEL), axis_types=_automatic(2))
+    return AbstractMesh((data, model), (DATA, MODEL), axis_types=_automatic(2))
 
 
 def _automatic(count: int) -> tuple:
