@@ -27,7 +27,7 @@ from eagle3_jax.errors import Eagle3Error
 from eagle3_jax.models.attention import causal_attention
 from eagle3_jax.models.decoder import Decoder
 from eagle3_jax.models.eagle3 import Eagle3, shared_weights
-from eagle3_jax.models.layers import apply
+from eagle3_jax.models.layers import apply, positions_of
 from eagle3_jax.quant.quantize import KEPT, dequantize_tree, quantize_tree
 from eagle3_jax.quant.weight import formats_of
 from eagle3_jax.text import Message
@@ -263,7 +263,7 @@ def score(target: Target, ids: Array | np.ndarray, lengths: Array | np.ndarray |
 def _score(model: Decoder, params: Any, ids: Array, lengths: Array) -> Score:
     layers, (batch, width) = model.config.num_layers, ids.shape
     taps = tuple(range(layers + 1))
-    out = apply(model, params, ids, _positions(ids), causal_attention, (None,) * layers, taps)
+    out = apply(model, params, ids, positions_of(ids), causal_attention, (None,) * layers, taps)
     logits = apply(model, params, out.hidden, method="logits")
     hidden = out.features.reshape(batch, width, layers + 1, -1).transpose(2, 0, 1, 3)
     real = (jnp.arange(width, dtype=jnp.int32) < lengths[:, None])[..., None]
@@ -296,7 +296,7 @@ def _score_draft(model: Eagle3, params: Any, target_params: Any, features: Array
     shared = shared_weights(target_params)
     g = apply(model, params, features, shared, method="fuse")
     caches = (None,) * model.config.num_layers
-    y, _ = apply(model, params, g, token_ids, _positions(token_ids), causal_attention, caches, shared)
+    y, _ = apply(model, params, g, token_ids, positions_of(token_ids), causal_attention, caches, shared)
     return apply(model, params, y, shared, method="logits")
 
 
@@ -344,10 +344,6 @@ def _propose(
     cache = drafter.make_cache(batch * blocks * _BLOCK_SIZE)
     ids, _ = drafter.propose((params, target_params), cache, rows, n, pick, _BLOCK_SIZE)
     return ids, jnp.stack(recorded, axis=1)
-
-
-def _positions(ids: Array) -> Array:
-    return jnp.broadcast_to(jnp.arange(ids.shape[1], dtype=jnp.int32), ids.shape)
 
 
 def _as_array(name: str, values: Any) -> np.ndarray:

@@ -17,6 +17,11 @@ def apply(module: nn.Module, params: Any, *args: Any, method: str | None = None)
     return module.apply({"params": params}, *args, method=method)
 
 
+def positions_of(ids: Array) -> Array:
+    """Positions of tokens [B, T] that begin their texts: int32 [B, T], 0 to T - 1 in each row."""
+    return jnp.broadcast_to(jnp.arange(ids.shape[1], dtype=jnp.int32), ids.shape)
+
+
 class Linear(nn.Module):
     """An affine map over the last dimension.
 

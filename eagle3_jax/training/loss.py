@@ -21,7 +21,7 @@ from jax import Array, lax
 from eagle3_jax.errors import Eagle3Error
 from eagle3_jax.models.attention import MASKED, Attend, Expand, keys_and_values
 from eagle3_jax.models.eagle3 import Eagle3, SharedWeights
-from eagle3_jax.models.layers import apply
+from eagle3_jax.models.layers import apply, positions_of
 
 OBJECTIVES = ("cross_entropy", "kl")
 
@@ -173,7 +173,7 @@ def ttt_outputs(model: Eagle3, params: Any, shared: SharedWeights, batch: Batch,
     Rows t >= T - j of step j have no token left; they are fed token 0 and mean nothing.
     """
     attend, caches = ttt_attention(batch.segment_ids), ((),) * model.config.num_layers
-    positions = jnp.broadcast_to(jnp.arange(batch.token_ids.shape[1], dtype=jnp.int32), batch.token_ids.shape)
+    positions = positions_of(batch.token_ids)
     g = apply(model, params, batch.features, shared, method="fuse")
     outputs = []
     for j in range(steps):

@@ -26,7 +26,7 @@ from eagle3_jax.errors import Eagle3Error
 from eagle3_jax.models.attention import causal_attention
 from eagle3_jax.models.decoder import Decoder
 from eagle3_jax.models.eagle3 import Eagle3, shared_weights
-from eagle3_jax.models.layers import apply
+from eagle3_jax.models.layers import apply, positions_of
 
 log = logging.getLogger("eagle3_jax")
 
@@ -165,7 +165,7 @@ def _text(draft: Draft, prompts: Sequence[Sequence[int]], max_new_tokens: int) -
 @partial(jax.jit, static_argnums=(0, 1))
 def _target_features(model: Decoder, taps: tuple[int, ...], params: Any, tokens: Array) -> Array:
     """Tapped hidden states of int32 [B, T]: [len(taps), B, T, Ht]."""
-    out = apply(model, params, tokens, _positions(tokens), causal_attention, (None,) * model.config.num_layers, taps)
+    out = apply(model, params, tokens, positions_of(tokens), causal_attention, (None,) * model.config.num_layers, taps)
     return jnp.stack(jnp.split(out.features, len(taps), axis=-1))
 
 
@@ -174,7 +174,7 @@ def _first_drafts(model: Eagle3, params: Any, target_params: Any, features: Arra
     """The draft's most likely token after each row, in the target's vocabulary: int32 [B, T]."""
     shared, caches = shared_weights(target_params), (None,) * model.config.num_layers
     g = apply(model, params, features, shared, method="fuse")
-    y, _ = apply(model, params, g, next_ids, _positions(next_ids), causal_attention, caches, shared)
+    y, _ = apply(model, params, g, next_ids, positions_of(next_ids), causal_attention, caches, shared)
 
     def best(row: Array) -> Array:
         return jnp.argmax(apply(model, params, row, shared, method="logits"), axis=-1).astype(jnp.int32)
@@ -182,7 +182,3 @@ def _first_drafts(model: Eagle3, params: Any, target_params: Any, features: Arra
     # Row by row: the logits of all rows would be the largest array.
     drafts, ids = jax.lax.map(best, y), params.get("target_ids")
     return drafts if ids is None else ids[drafts]
-
-
-def _positions(ids: Array) -> Array:
-    return jnp.broadcast_to(jnp.arange(ids.shape[1], dtype=jnp.int32), ids.shape)
