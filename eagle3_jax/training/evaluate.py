@@ -27,7 +27,7 @@ from eagle3_jax.models.eagle3 import Eagle3, SharedWeights, shared_weights
 from eagle3_jax.models.layers import apply
 from eagle3_jax.training.data import Chat, pack
 from eagle3_jax.training.features import FeatureCache, RestrictedHead, Rows, make_batch, restrict_head
-from eagle3_jax.training.loss import LossConfig, Metrics, shift_left, ttt_loss, ttt_outputs
+from eagle3_jax.training.loss import LossConfig, Metrics, counted_rows, shift_left, ttt_loss, ttt_outputs
 
 _generate = jax.jit(speculative_generate, static_argnames=("target_model", "draft_model", "config"))
 
@@ -245,8 +245,7 @@ def _row_overlap(
     sums = []
     for j, y in enumerate(ttt_outputs(model, params, shared, batch, steps)):
         q = jax.nn.softmax(apply(model, params, y, shared, method="logits") / temperature, axis=-1)
-        same_text = batch.segment_ids == shift_left(batch.segment_ids, j, fill=-1)
-        counted = (shift_left(batch.loss_mask, j) & same_text).astype(jnp.float32)
+        counted = counted_rows(batch, batch.loss_mask, j).astype(jnp.float32)
         overlap = jnp.sum(jnp.minimum(shift_left(p, j), q), axis=-1)
         sums.append(jnp.stack([jnp.sum(overlap * counted), jnp.sum(counted)]))
     return jnp.stack(sums, axis=1)

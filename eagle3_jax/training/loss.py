@@ -209,9 +209,8 @@ def ttt_loss(
     total, sums = jnp.float32(0), []
     for j, y in enumerate(ttt_outputs(model, params, shared, batch, config.steps)):
         logits = apply(model, params, y, shared, method="logits")
-        same_text = batch.segment_ids == shift_left(batch.segment_ids, j, fill=-1)
-        weight = (shift_left(learned, j) & same_text).astype(jnp.float32)
-        counted = shift_left(batch.loss_mask, j) & same_text
+        weight = counted_rows(batch, learned, j).astype(jnp.float32)
+        counted = counted_rows(batch, batch.loss_mask, j)
         expected_logit = jnp.sum(shift_left(probabilities, j) * logits, axis=-1)
         row_loss = jax.nn.logsumexp(logits, axis=-1) - expected_logit - shift_left(offset, j)
         best = jnp.argmax(logits, axis=-1).astype(jnp.int32)
@@ -225,6 +224,16 @@ def ttt_loss(
 
 def _count(mask: Array) -> Array:
     return jnp.sum(mask, dtype=jnp.float32)
+
+
+def counted_rows(batch: Batch, mask: Array, step: int) -> Array:
+    """Rows of a step whose token the mask has and whose text is still the row's own: bool [B, T].
+
+    Args:
+        batch: the rows. mask: bool [B, T], such as the batch's `loss_mask`. step: j.
+    """
+    same_text = batch.segment_ids == shift_left(batch.segment_ids, step, fill=-1)
+    return shift_left(mask, step) & same_text
 
 
 def shift_left(x: Array, by: int, fill: int = 0) -> Array:
