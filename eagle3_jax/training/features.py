@@ -25,6 +25,7 @@ from eagle3_jax.checkpoint.targets import Target
 from eagle3_jax.models.attention import Expand
 from eagle3_jax.models.decoder import Decoder
 from eagle3_jax.models.eagle3 import shared_weights
+from eagle3_jax.models.layers import apply
 from eagle3_jax.quant.weight import Weight, formats_of
 from eagle3_jax.sharding import shard_batch
 from eagle3_jax.training.data import PackedRows, check_vocabulary, loss_mask
@@ -59,7 +60,7 @@ class RestrictedHead:
 
     def logits(self, params: Any, hidden: Array) -> Array:
         """Hidden states before the final norm [..., H] -> float32 [..., Vd]."""
-        return self.model.apply({"params": params}, hidden, method="logits")  # pyright: ignore[reportReturnType]
+        return apply(self.model, params, hidden, method="logits")
 
 
 def restrict_head(target: Target, target_ids: np.ndarray) -> tuple[RestrictedHead, Any]:
@@ -101,13 +102,10 @@ def target_states(
     def attend_once(q: Array, k: Array, v: Array | Expand, cache: None, **options: Any) -> tuple[Array, None]:
         return attend(q, k, v, (), **options)[0], cache
 
-    variables = {"params": params}
-    caches = (None,) * model.config.num_layers
-    out: Any = model.apply(variables, tokens, positions, attend_once, caches, taps)
+    out = apply(model, params, tokens, positions, attend_once, (None,) * model.config.num_layers, taps)
 
     def most_likely(hidden: Array) -> Array:
-        logits: Any = model.apply(variables, hidden, method="logits")
-        return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+        return jnp.argmax(apply(model, params, hidden, method="logits"), axis=-1).astype(jnp.int32)
 
     def narrow(x: Array) -> Array:
         return jnp.clip(x.astype(jnp.float32), -FLOAT16_MAX, FLOAT16_MAX).astype(jnp.float16)
