@@ -23,11 +23,11 @@ VENV_INTEROP := .venv-interop
 # torch is pinned: a newer one may pull several GB of GPU libraries.
 INTEROP_PACKAGES ?= torch==2.13.0 transformers speculators llama-cpp-python
 
-.PHONY: help venv model demo test lint types check interop notebooks clean
+.PHONY: help venv model demo test lint types check interop notebooks fp8-draft clean
 .DELETE_ON_ERROR:
 
 help:
-	@echo "targets: venv model demo test fuzz lint types check interop notebooks clean"
+	@echo "targets: venv model demo test fuzz lint types check interop notebooks fp8-draft clean"
 
 # Stamp files: pip runs again only when pyproject.toml changed or the environment is gone.
 venv: $(VENV)/.stamp
@@ -91,6 +91,10 @@ $(VENV_INTEROP)/.stamp: pyproject.toml
 # Speculators brings them, built for another torch: with them there, transformers does not import.
 	@$(VENV_INTEROP)/bin/python -m pip --quiet uninstall --yes torchvision torchaudio
 	@touch $@
+
+# Made of the bfloat16 draft, and made again whenever that one changes: a test compares them.
+fp8-draft: venv
+	$(BIN)/eagle3-jax quantize --draft smollm2-135m-eagle3 --scheme ptpc_fp8 --out configs/drafts/smollm2-135m-eagle3-fp8
 
 # The text pairs are what is edited.
 notebooks: venv

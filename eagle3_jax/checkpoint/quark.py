@@ -144,7 +144,8 @@ def quantize_folder(
     with atomic_folder(out) as new:
         write_safetensors(new / SINGLE_FILE, tensors, {"format": "pt"})
         write_json_atomic(new / "config.json", fields)
-        (new / "README.md").write_text(_card(folder.resolve().name, scheme, excluded, layers), encoding="utf-8")
+        card = _card(folder.resolve().name, Path(os.path.realpath(out)).name, scheme, excluded, layers)
+        (new / "README.md").write_text(card, encoding="utf-8")
     return layers
 
 
@@ -260,7 +261,7 @@ def _measured(module: str, wide: np.ndarray, made: Mapping[str, np.ndarray], sch
     )
 
 
-def _card(name: str, scheme: str, excluded: list[str], layers: list[QuantizedLayer]) -> str:
+def _card(name: str, own: str, scheme: str, excluded: list[str], layers: list[QuantizedLayer]) -> str:
     before, after = (sum(sizes) for sizes in zip(*((layer.before, layer.after) for layer in layers), strict=True))
     rows = [
         f"| {layer.module} | {layer.shape[0]} x {layer.shape[1]} | {layer.error:.3%} | {layer.largest_error:.3g} | "
@@ -273,7 +274,14 @@ def _card(name: str, scheme: str, excluded: list[str], layers: list[QuantizedLay
             "",
             f"An EAGLE-3 draft in AMD Quark's file layout, made of {name} by `eagle3-jax quantize --scheme {scheme}`.",
             f"Kept as they were: {', '.join(excluded) or 'no linear layer'}. The quantised layers take {after} bytes, "
-            f"{after / before:.3f} of the {before} they took.",
+            f"{after / before:.3f} of the {before} they took. Everything else is {name}'s: see its card.",
+            "",
+            "Widened, as by default on CPU, only the weights are rounded; with `--draft-set activations=fake_quant` "
+            "activations are too, as on a card. What that costs in acceptance, beside the bytes:",
+            "",
+            "```",
+            f"eagle3-jax evaluate --target TARGET --draft {name} --compare {own} --prompts mt-bench,humaneval",
+            "```",
             "",
             "Error: Frobenius norm of the difference relative to the weight's; the largest difference of an element.",
             "",

@@ -8,7 +8,8 @@ weights:                                     target: smollm2-135m
 
 Weights that are no package are a `folder`, looked for where the program runs; `install` then says how to fetch it.
 A target may name its config.json below configs/ with `config`, so that its shapes are known without its weights.
-A draft may say with `speculation` what pays best where it was measured, for those who do not choose.
+A draft may say with `speculation` what pays best where it was measured, for those who do not choose, and with
+`quantized_from` which draft it was made of; such a draft is used only by name.
 """
 
 import dataclasses
@@ -24,7 +25,7 @@ from eagle3_jax.checkpoint.files import quote, read_json, reason
 from eagle3_jax.errors import Eagle3Error
 
 _FIELDS = {"target": {"kind", "weights"}, "draft": {"kind", "target", "folder"}}
-_OPTIONAL = {"target": {"config"}, "draft": {"speculation"}}
+_OPTIONAL = {"target": {"config"}, "draft": {"speculation", "quantized_from"}}
 _WEIGHTS_FIELDS = {"package", "file", "install"}
 _FOLDER_FIELDS = {"folder", "install"}
 
@@ -97,8 +98,18 @@ def entries(kind: str | None = None) -> dict[str, Entry]:
     Raises:
         Eagle3Error: one of the files is malformed.
     """
-    found = [_read(file) for file in sorted(configs_folder().glob("*.yaml"))]
+    found = [_read(file) for file in sorted(configs_folder().glob("*.yaml"), key=lambda file: file.stem)]
     return {entry.name: entry for entry in found if kind in (None, entry.kind)}
+
+
+def draft_for(target: str) -> str | None:
+    """Name of the draft that goes with a target where none is named, or None.
+
+    Raises:
+        Eagle3Error: one of the files is malformed.
+    """
+    drafts = entries("draft").values()
+    return next((e.name for e in drafts if e.target == target and "quantized_from" not in e.fields), None)
 
 
 def locate(path: str | os.PathLike[str], kind: str) -> tuple[str, Path]:

@@ -215,9 +215,10 @@ def add_prompt_set_arguments(parser: argparse.ArgumentParser) -> None:
         "--prompts",
         metavar="SET",
         default="dev",
-        help="dev, mt-bench (80 first turns), humaneval (164), or F.json: a list of chats (default: dev)",
+        help="dev, mt-bench (80 first turns), humaneval (164), or F.json: a list of chats; several with commas are "
+        "joined (default: dev)",
     )
-    parser.add_argument("--limit", metavar="N", type=whole(1), help="only the first N prompts")
+    parser.add_argument("--limit", metavar="N", type=whole(1), help="only the first N prompts of each set")
     parser.add_argument(
         "--max-new-tokens", metavar="N", type=whole(1), default=96, help="of each prompt (default: 96)"
     )
@@ -285,9 +286,9 @@ def load_pair(args: argparse.Namespace) -> "tuple[Target, Draft | None]":
     target = load_target(args)
     name = args.draft
     if name is None and not getattr(args, "no_draft", False):
-        from eagle3_jax.checkpoint.registry import entries
+        from eagle3_jax.checkpoint.registry import draft_for
 
-        name = next((e.name for e in entries("draft").values() if e.target == args.target), None)
+        name = draft_for(args.target)
         if name is None and _draft_flags(args):
             raise Eagle3Error(f"no draft is registered for {args.target}; name one with --draft")
         log.info("draft: %s", name or f"none is registered for {args.target}, decoding plainly")

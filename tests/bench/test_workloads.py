@@ -89,6 +89,21 @@ def test_prompts_out_of_reach_come_with_the_command_that_gets_them(
         load_workload("mt-bench")
 
 
+def test_sets_are_joined_and_each_is_limited(fake_pip: list[list[str]], tmp_path: Path) -> None:
+    chat = [{"role": "user", "content": "Hi"}]
+    for name, value in (("mine", [chat, chat]), ("ids", [[1], [2]]), ("a,b", [[3]])):
+        (tmp_path / f"{name}.json").write_text(json.dumps(value))
+    joined = load_workload(f"mt-bench,{tmp_path / 'mine.json'}", limit=1)
+    assert (joined.name, joined.ids) == ("mt-bench,mine", [])
+    assert joined.chats == [[{"role": "user", "content": "One?"}], chat]
+    assert load_workload(f"{tmp_path / 'ids.json'},{tmp_path / 'ids.json'}").ids == [[1], [2], [1], [2]]
+    assert load_workload(str(tmp_path / "a,b.json")).ids == [[3]]
+    with pytest.raises(Eagle3Error, match="chats and token ids cannot be joined"):
+        load_workload(f"mt-bench,{tmp_path / 'ids.json'}")
+    with pytest.raises(Eagle3Error, match="prompts 'nowhere': no such file and no known set"):
+        load_workload("mt-bench,nowhere")
+
+
 def test_the_limit_keeps_the_first_prompts(tmp_path: Path) -> None:
     path = tmp_path / "mine.json"
     path.write_text("[[1], [2], [3]]")

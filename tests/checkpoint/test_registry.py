@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from eagle3_jax.checkpoint import registry
-from eagle3_jax.checkpoint.registry import Entry, entries, locate
+from eagle3_jax.checkpoint.registry import Entry, draft_for, entries, locate
 from eagle3_jax.errors import Eagle3Error
 
 
@@ -54,6 +54,14 @@ def test_paths(configs: Path, tmp_path: Path) -> None:
     (tmp_path / "x.gguf").touch()
     assert locate(tmp_path / "folder", "draft") == ("folder", tmp_path / "folder")
     assert locate(tmp_path / "x.gguf", "target") == ("x", tmp_path / "x.gguf")
+
+
+def test_a_quantised_draft_is_used_only_by_name(configs: Path) -> None:
+    (configs / "a.yaml").write_text("kind: draft\ntarget: t\nfolder: drafts/a\nquantized_from: b\n")
+    assert draft_for("t") is None
+    (configs / "b.yaml").write_text("kind: draft\ntarget: t\nfolder: drafts/b\n")
+    assert list(entries("draft")) == ["a", "b"]
+    assert (draft_for("t"), draft_for("other")) == ("b", None)
 
 
 def test_a_draft_that_is_not_shipped_says_so(configs: Path) -> None:
