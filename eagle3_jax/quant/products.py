@@ -5,6 +5,7 @@ Weights lie as [N, K] codes with scales (see `eagle3_jax.quant.formats`).
 Dimension letters: M rows of activations, K contracting width, N output width.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
@@ -17,6 +18,10 @@ from eagle3_jax.quant.formats import NARROW_FORMATS, NarrowFormat
 
 TILE = 2**22
 """Weights that are wide at a time where activations stay wide."""
+FEW = 4
+"""Rows up to which products need no matrix instructions: reading the matrix takes longer."""
+_SEVERAL = fp8.BLOCK // 4
+"""Rows up to which the products of all blocks take no more memory than the codes."""
 
 
 def narrow_product(x: Array, codes: Array, scale: Array, format: str, mode: str, static: Array | None = None) -> Array:
@@ -43,7 +48,7 @@ def narrow_product(x: Array, codes: Array, scale: Array, format: str, mode: str,
         if mode == "fp8_group":
             y = _block_product(quantized, token_scale, codes, scale)
         else:
-            y = _dot(quantized, codes) * token_scale * scale[:, 0]
+            y = product(quantized, codes) * token_scale * scale[:, 0]
     return y.reshape(*x.shape[:-1], codes.shape[0])
 
 
@@ -82,9 +87,30 @@ def chosen_mode(format: str, wish: str | None, narrow: bool, static: bool = Fals
     return wish if wish in others else own
 
 
-def _dot(x: Array, matrix: Array) -> Array:
-    """[M, K] times [N, K] -> float32 [M, N]."""
-    return lax.dot_general(x, matrix, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
+def product(x: Array, matrix: Array) -> Array:
+    """[..., K] times [N, K] -> float32 [..., N]."""
+
+    def whole(x: Array, matrix: Array) -> Array:
+        return lax.dot_general(x, matrix, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
+
+    y = _by_row(whole, (x.reshape(-1, x.shape[-1]),), matrix)
+    return y.reshape(*x.shape[:-1], matrix.shape[0])
+
+
+def _by_row(whole: Callable[..., Array], rows: tuple[Array, ...], *matrix: Array) -> Array:
+    """`whole(*rows, *matrix)` of `rows`, arrays [M, ...]; off CPU a few rows are multiplied one by one.
+
+    XLA multiplies single rows where the matrix is made, be it cut out of a stack of experts or unpacked, and all of
+    them in one pass. For products of several rows at once it writes the matrix to memory first.
+    """
+    if len(rows[0]) > FEW:
+        return whole(*rows, *matrix)
+
+    def apart(*arrays: Array) -> Array:
+        ours, theirs = arrays[: len(rows)], arrays[len(rows) :]
+        return jnp.concatenate([whole(*(x[i : i + 1] for x in ours), *theirs) for i in range(len(rows[0]))])
+
+    return lax.platform_dependent(*rows, *matrix, cpu=whole, default=apart)
 
 
 def _scaled_dot(x: Array, codes: Array, scale: Array, mode: str) -> Array:
@@ -103,19 +129,31 @@ def _scaled_dot(x: Array, codes: Array, scale: Array, mode: str) -> Array:
 def _block_product(x: Array, token_scale: Array, codes: Array, scale: Array) -> Array:
     """Sum over blocks of the contracting dimension, each scaled by its token's and its block's scale."""
     outputs, width = codes.shape
+    if x.shape[0] <= _SEVERAL and width % fp8.BLOCK == 0:
+        return _by_row(_uncut, (x, token_scale), codes, scale)
 
     def part(block: Any, size: int) -> Array:
         ours = lax.dynamic_slice_in_dim(x, block * fp8.BLOCK, size, axis=1)
         theirs = lax.dynamic_slice_in_dim(codes, block * fp8.BLOCK, size, axis=1)
         column = lax.dynamic_index_in_dim(scale, block, axis=1, keepdims=False)
         token = lax.dynamic_index_in_dim(token_scale, block, axis=1)
-        return _dot(ours, theirs) * token * column.repeat(fp8.BLOCK)[:outputs]
+        return product(ours, theirs) * token * column.repeat(fp8.BLOCK)[:outputs]
 
     whole, rest = divmod(width, fp8.BLOCK)
     y = jnp.zeros((x.shape[0], outputs), jnp.float32)
     if whole:
         y = lax.fori_loop(0, whole, lambda block, y: y + part(block, fp8.BLOCK), y)
     return y + part(whole, rest) if rest else y
+
+
+def _uncut(x: Array, token_scale: Array, codes: Array, scale: Array) -> Array:
+    """The same with the products of all blocks at once: none is cut out of the codes."""
+    blocks = [array.reshape(array.shape[0], -1, fp8.BLOCK) for array in (x, codes)]
+    parts = lax.dot_general(
+        *blocks, (((2,), (2,)), ((1,), (1,))), preferred_element_type=jnp.float32
+    )  # [blocks, M, N]
+    columns = scale.T.repeat(fp8.BLOCK, axis=1)[:, None, : codes.shape[0]]
+    return jnp.sum(parts * token_scale.T[:, :, None] * columns, axis=0)
 
 
 def _unpacked(x: Array, codes: Array, scale: Array, fmt: NarrowFormat) -> Array:
@@ -129,7 +167,7 @@ def _unpacked(x: Array, codes: Array, scale: Array, fmt: NarrowFormat) -> Array:
             scales = scale
         else:
             scales = lax.dynamic_slice_in_dim(scale, start // fmt.rows, -(-size // fmt.rows), axis=0)
-        return _dot(x, fmt.decode(ours, scales).astype(x.dtype))
+        return product(x, fmt.decode(ours, scales).astype(x.dtype))
 
     whole, rest = divmod(outputs, step)
     parts = []

@@ -17,7 +17,7 @@ from jax import Array, lax
 
 from eagle3_jax.quant.activations import fake_quantize
 from eagle3_jax.quant.formats import FLOAT_FORMATS, NARROW_FORMATS, check_format
-from eagle3_jax.quant.products import narrow_product, take_rows
+from eagle3_jax.quant.products import narrow_product, product, take_rows
 
 
 @struct.dataclass
@@ -67,13 +67,10 @@ class Weight:
             y = narrow_product(x, self.value, self.scale, self.format, self.activations, self.input_scale)
             return y.astype(x.dtype)
         x = fake_quantize(x, self.activations, self.input_scale)
-        contract = 1 if self.layout == "nk" else 0
-        y = lax.dot_general(
-            x,
-            self.value.astype(x.dtype),
-            (((x.ndim - 1,), (contract,)), ((), ())),
-            preferred_element_type=jnp.float32,
-        )
+        value = self.value.astype(x.dtype)
+        if self.layout == "nk":
+            return product(x, value).astype(x.dtype)
+        y = lax.dot_general(x, value, (((x.ndim - 1,), (0,)), ((), ())), preferred_element_type=jnp.float32)
         return y.astype(x.dtype)
 
     def outputs(self, ids: Array) -> Array:

@@ -71,6 +71,21 @@ def test_narrow_products_are_those_of_the_rounded_numbers(format: str, mode: str
     close(got, expected(format, mode))
 
 
+@pytest.mark.parametrize("apart", [False, True])
+@pytest.mark.parametrize(
+    ("format", "mode"), [("fp8_block", "fp8_group"), ("fp8_channel", "fp8_token"), ("mxfp4", "wide")]
+)
+def test_few_rows_of_whole_blocks(format: str, mode: str, apart: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not cut into blocks, and with the branch that other platforms take: row by row."""
+    if apart:
+        monkeypatch.setattr(products.lax, "platform_dependent", lambda *arrays, cpu, default: default(*arrays))
+    fmt, x = NARROW_FORMATS[format], X[:, :256]
+    codes, scale = map(jnp.asarray, fmt.encode(MATRIX[:, :256]))
+    got = narrow_product(jnp.asarray(x), codes, scale, format, mode)
+    activations = x.astype(np.float64) if mode == "wide" else rounded(x, mode)
+    close(got, activations @ fmt.decode(*fmt.encode(MATRIX[:, :256])).astype(np.float64).T)
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_fake_quantised_activations_are_the_rounded_numbers(mode: str) -> None:
     got = FAKE(jnp.asarray(X), mode, jnp.asarray(STATIC))

@@ -76,7 +76,7 @@ def test_a_stack_is_declared_like_its_members() -> None:
 
 @pytest.mark.parametrize("layout", ["kn", "nk"])
 def test_narrow_weights_take_the_activations_dtype_and_sum_in_float32(layout: str) -> None:
-    x = jnp.asarray(RNG.standard_normal((2, 5)), jnp.float32)
+    x = jnp.asarray(RNG.standard_normal((8, 5)), jnp.float32)
     narrow = np.asarray(MATRIX, jnp.bfloat16).astype(np.float64)
     got = stored(layout, "bf16").matmul(x)
     assert got.dtype == jnp.float32
