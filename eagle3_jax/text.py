@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from eagle3_jax.errors import Eagle3Error
+from eagle3_jax.tiktoken import kimi_backend
 
 Message = Mapping[str, str]
 """One chat message: {"role": ..., "content": ...}."""
@@ -74,32 +75,20 @@ class Tokenizer:
     def from_folder(cls, path: str | os.PathLike[str]) -> "Tokenizer":
         """Read the tokenizer of a Hugging Face folder.
 
-        `tokenizer.json` is needed. The chat template is chat_template.jinja, else chat_template.json, else
-        the one in tokenizer_config.json. Stop ids are those of generation_config.json, else config.json, else
-        the eos_token of tokenizer_config.json.
+        `tokenizer.json` is needed, or Kimi's `tiktoken.model`. The chat template is chat_template.jinja, else
+        chat_template.json, else the one in tokenizer_config.json. Stop ids are those of generation_config.json, else
+        config.json, else the eos_token of tokenizer_config.json.
 
         Args:
             path: the folder.
 
         Raises:
-            Eagle3Error: no tokenizer.json, or a file that is malformed.
+            Eagle3Error: neither file, another tokenizer than Kimi's, or a file that is malformed.
         """
-        import tokenizers
-
         folder = Path(path)
-        file = folder / "tokenizer.json"
-        if not os.path.isfile(file):
-            raise Eagle3Error(f"{folder}: no tokenizer.json; give a folder with a fast tokenizer's files")
-        with _refusing(f"{file}: not a usable tokenizer"):
-            backend = tokenizers.Tokenizer.from_str(file.read_text(encoding="utf-8"))
-            # Training leftovers in some files: they would silently cut or pad prompts.
-            backend.no_truncation()
-            backend.no_padding()
         settings = _read_json(folder / "tokenizer_config.json")
-        special = {
-            **_special_tokens(_read_json(folder / "special_tokens_map.json")),
-            **_special_tokens(settings),
-        }
+        backend = _folder_backend(folder, settings)
+        special = {**_special_tokens(_read_json(folder / "special_tokens_map.json")), **_special_tokens(settings)}
         return cls(
             backend,
             str(folder),
@@ -450,6 +439,23 @@ def _read_json(file: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise Eagle3Error(f"{file}: holds no JSON object; {{...}} is needed")
     return value
+
+
+def _folder_backend(folder: Path, settings: Mapping[str, Any]) -> Any:
+    import tokenizers
+
+    fast, ranks = folder / "tokenizer.json", folder / "tiktoken.model"
+    if not os.path.isfile(fast) and not os.path.isfile(ranks):
+        raise Eagle3Error(f"{folder}: no tokenizer.json; give a folder with a fast tokenizer's files")
+    if not os.path.isfile(fast):
+        with _refusing(f"{ranks}: not a usable tokenizer"):
+            return kimi_backend(ranks, settings)
+    with _refusing(f"{fast}: not a usable tokenizer"):
+        backend = tokenizers.Tokenizer.from_str(fast.read_text(encoding="utf-8"))
+        # Training leftovers in some files: they would silently cut or pad prompts.
+        backend.no_truncation()
+        backend.no_padding()
+    return backend
 
 
 def _special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:

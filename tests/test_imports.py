@@ -25,7 +25,8 @@ _LOADERS = {"text", "checkpoint"}
 _USERS = {"training", "engine", "bench", "export"}
 ALLOWED: dict[str, set[str]] = {
     "errors": set(),
-    "text": {"errors"},
+    "tiktoken": {"errors"},
+    "text": {"errors", "tiktoken"},
     "config": _BASE,
     "quant": _BASE,
     "sharding": _BASE,

@@ -33,8 +33,9 @@ from eagle3_jax.models.rope import inverse_frequencies
 from eagle3_jax.quant.weight import WeightFormats, formats_of, named_weights
 from eagle3_jax.text import Tokenizer
 
+_TOKENIZERS = ("tokenizer.json", "tiktoken.model")
 _TOKENIZER_FILES = (
-    "tokenizer.json",
+    *_TOKENIZERS,
     "tokenizer_config.json",
     "special_tokens_map.json",
     "chat_template.jinja",
@@ -204,7 +205,7 @@ def _read_text(
 ) -> tuple[Tokenizer | None, tuple[int, ...]]:
     """The folder's tokenizer and stop ids."""
     tokenizer, vocab_size = None, parsed.vocab_size
-    if (folder / "tokenizer.json").is_file():
+    if any((folder / name).is_file() for name in _TOKENIZERS):
         tokenizer = Tokenizer.from_folder(folder)
     elif (file := folder / _GGUF_TOKENIZER_FILE).is_file():
         tokenizer = Tokenizer.from_gguf(read_json(file), str(file))
