@@ -148,10 +148,9 @@ def _block_product(x: Array, token_scale: Array, codes: Array, scale: Array) -> 
 
 def _uncut(x: Array, token_scale: Array, codes: Array, scale: Array) -> Array:
     """The same with the products of all blocks at once: none is cut out of the codes."""
-    blocks = [array.reshape(array.shape[0], -1, fp8.BLOCK) for array in (x, codes)]
-    parts = lax.dot_general(
-        *blocks, (((2,), (2,)), ((1,), (1,))), preferred_element_type=jnp.float32
-    )  # [blocks, M, N]
+    ours, theirs = (array.reshape(array.shape[0], -1, fp8.BLOCK) for array in (x, codes))
+    # [blocks, M, N]
+    parts = lax.dot_general(ours, theirs, (((2,), (2,)), ((1,), (1,))), preferred_element_type=jnp.float32)
     columns = scale.T.repeat(fp8.BLOCK, axis=1)[:, None, : codes.shape[0]]
     return jnp.sum(parts * token_scale.T[:, :, None] * columns, axis=0)
 
