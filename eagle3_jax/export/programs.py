@@ -22,6 +22,7 @@ from eagle3_jax.decoding.drafters import Eagle3Drafter, NoDrafter
 from eagle3_jax.decoding.loop import Setup, decode_round, prefill, result, run_rounds
 from eagle3_jax.decoding.request import GenerationConfig, check_pair, parse_speculation
 from eagle3_jax.decoding.sampling import Sampling
+from eagle3_jax.decoding.state import state_shardings
 from eagle3_jax.errors import Eagle3Error
 from eagle3_jax.models.decoder import Decoder
 from eagle3_jax.models.eagle3 import Eagle3
@@ -29,7 +30,7 @@ from eagle3_jax.quant.formats import NARROW_FORMATS, check_format
 from eagle3_jax.quant.products import chosen_mode
 from eagle3_jax.quant.quantize import KEPT, read_patterns, stays
 from eagle3_jax.quant.weight import named_weights
-from eagle3_jax.sharding import abstract_mesh, weight_shardings
+from eagle3_jax.sharding import abstract_mesh, row_axis, weight_shardings
 from eagle3_jax.training.initial import draft_config
 
 NEW = "new"
@@ -185,8 +186,8 @@ def build(program: Program, mesh: Mesh | AbstractMesh) -> Parts:
         prefill_chunk=program.prefill_chunk,
     )
     setup = Setup(target, NoDrafter() if draft is None else Eagle3Drafter(draft), config)
-    target_params = _placed(abstract_params(target), mesh)
-    draft_params = () if draft is None else _placed(abstract_params(draft), mesh)
+    target_params = _sharded(abstract_params(target), mesh)
+    draft_params = () if draft is None else _sharded(abstract_params(draft), mesh)
     params, request = (target_params, draft_params), _request(program, mesh)
 
     def fill(params: Any, *request: Any) -> Any:
@@ -198,7 +199,8 @@ def build(program: Program, mesh: Mesh | AbstractMesh) -> Parts:
     def generate(params: Any, *request: Any) -> Any:
         return result(run_rounds(setup, params, request[-1], fill(params, *request), program.max_new_tokens))
 
-    state = _placed(jax.eval_shape(fill, params, *request), mesh)
+    state = jax.eval_shape(fill, params, *request)
+    state = _at(state, state_shardings(state, mesh))
     pools = (state.pools, state.draft_cache)
     function, arguments, donated = {
         "prefill": (fill, (params, *request), None),
@@ -214,14 +216,18 @@ def _request(program: Program, mesh: Mesh | AbstractMesh) -> tuple[Any, ...]:
     ids, lengths = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((batch, program.prompt), (batch,)))
     keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), batch))
     sampling = Sampling.make(batch, eos_ids=tuple(range(_EOS_IDS)))
-    return _placed((ids, lengths, keys, sampling), mesh)
+    request = (ids, lengths, keys, sampling)
+    place = NamedSharding(mesh, PartitionSpec(row_axis(batch, mesh)))
+    return _at(request, jax.tree.map(lambda _: place, request))
 
 
-def _placed(tree: Any, mesh: Any) -> Any:
-    """Abstract arrays with their shardings: weights as `weight_shardings` says, all others whole."""
-    whole = NamedSharding(mesh, PartitionSpec())
-    places = jax.tree.map(lambda _: whole, tree) if mesh.size == 1 else weight_shardings(tree, mesh)
+def _at(tree: Any, places: Any) -> Any:
+    """Abstract arrays with their shardings."""
     return jax.tree.map(lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), tree, places)
+
+
+def _sharded(params: Any, mesh: Any) -> Any:
+    return _at(params, weight_shardings(params, mesh))
 
 
 def abstract_target(program: Program) -> Decoder:
