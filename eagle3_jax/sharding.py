@@ -140,6 +140,20 @@ def pool_shardings(pools: Any, mesh: AnyMesh, rows: str | None = None) -> Any:
     return jax.tree.map(place, pools)
 
 
+def keep_heads(x: Array) -> Array:
+    """Inside of `jax.jit`: x [B, T, N, D], with its heads over "model", or whole where that does not divide them.
+
+    A projection is split evenly, by its columns. Where parts of a head would lie apart, XLA would exchange them in
+    every step from here on.
+    """
+    mesh = mesh_of(x)
+    if mesh is None:
+        return x
+    parts, free = axis_size(mesh, MODEL), PartitionSpec.UNCONSTRAINED
+    heads = MODEL if parts > 1 and x.shape[2] % parts == 0 else None
+    return keep(x, NamedSharding(mesh, PartitionSpec(free, free, heads, None)))
+
+
 def row_axis(batch: int, mesh: AnyMesh | None) -> str | None:
     """The mesh axis that rows [B, ...] are split over: "data" where it divides B, else None."""
     parts = axis_size(mesh, DATA)
@@ -212,7 +226,7 @@ def on_host(tree: Any) -> Any:
     return jax.tree.map(copy, tree)
 
 
-def shard_weights(tree: Any, mesh: Mesh | None) -> Any:
+def shard_weights(tree: Any, mesh: AnyMesh | None) -> Any:
     """Put a tree of weights on the mesh as `weight_shardings` says; without a mesh arrays stay where they are.
 
     NumPy arrays may lie on a mesh of several hosts, each of which has them whole and keeps its part.

@@ -259,10 +259,10 @@ def write(pool: Pool, slots: Array, values: Array) -> Pool:
 
 def _stored(pool: Array, slots: Array, values: Array) -> Array:
     flat = values.reshape(-1, *values.shape[2:]).astype(pool.dtype)
-    stored = pool.at[slots.reshape(-1)].set(flat, mode="drop")
-    # Said again: where the values lie otherwise, XLA would let the pool follow them.
-    mesh = mesh_of(pool)
-    return stored if mesh is None else keep(stored, pool_shardings(stored, mesh))
+    if (mesh := mesh_of(pool)) is not None:
+        # Where the values lie otherwise, XLA would let the pool follow them.
+        flat = keep(flat, pool_shardings(flat, mesh))
+    return pool.at[slots.reshape(-1)].set(flat, mode="drop")
 
 
 def read_chunk(pool: Pool, step: Step, chunk: Array | int, chunk_size: int) -> Array:

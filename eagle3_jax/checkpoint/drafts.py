@@ -30,6 +30,7 @@ from eagle3_jax.checkpoint.tensors import INDEX_FILE, SINGLE_FILE, open_checkpoi
 from eagle3_jax.errors import Eagle3Error
 from eagle3_jax.models.eagle3 import Eagle3
 from eagle3_jax.quant.weight import Weight, formats_of, named_weights
+from eagle3_jax.sharding import mesh_of, on_host, shard_weights
 
 log = logging.getLogger("eagle3_jax")
 
@@ -75,7 +76,7 @@ def load_draft(
 
     Args:
         path: a known name or a folder with config.json and model.safetensors or pytorch_model.bin.
-        target: the target it was trained for.
+        target: the target it was trained for; the draft is put on the mesh that the target lies on.
         overrides: settings that win over the file's:
             "tap_convention": "hs" or "output", how layer ids are read; "taps": hs indices, low to high;
             "norm_output", "norm_before_residual": bool; "rope_theta": float; "embedding": "own" or "target";
@@ -118,10 +119,11 @@ def _load_folder(name: str, folder: Path, target: Target, given: Overrides, poli
         ignored.append("embed_tokens.weight")
     policy = dataclasses.replace(policy, config=parse_quant_config(config, str(folder / "config.json")))
     abstract = abstract_params(Eagle3(parsed.config))
-    params = load_params(abstract, source, parsed.layers.key_map(), ignored, policy=policy)
+    mesh = mesh_of(target.params)
+    params = load_params(abstract, source, parsed.layers.key_map(), ignored, policy=policy, mesh=mesh)
     model = Eagle3(dataclasses.replace(parsed.config, weights=formats_of(params, parsed.config.weights)))
     if "target_ids" in params:
-        params["target_ids"] = jnp.asarray(target_ids)
+        params["target_ids"] = shard_weights(target_ids, mesh)
     warnings = [*parsed.warnings, *_embedding_warnings(params, parsed, target)]
     taps = parsed.taps
     log.info("%s: taps hs%s (%s)", folder, list(taps.indices), taps.reason)
@@ -154,7 +156,7 @@ def _embedding_warnings(params: Any, parsed: ParsedDraft, target: Target) -> lis
         return []
     ids = jnp.asarray(np.linspace(0, c.vocab_size - 1, min(_SAMPLED_ROWS, c.vocab_size)).astype(np.int32))
     own, theirs = (
-        np.asarray(weight.outputs(ids)).astype(np.float32)
+        on_host(weight.outputs(ids)).astype(np.float32)
         for weight in (params["embed"]["weight"], target.params["embed"]["weight"])
     )
     if c.vocab_size > 1 and np.all(own == own[0]):

@@ -23,6 +23,7 @@ from eagle3_jax.quant.formats import FLOAT_FORMATS
 from eagle3_jax.quant.products import WISHES, chosen_mode
 from eagle3_jax.quant.quantize import dequantize_tree
 from eagle3_jax.quant.weight import Weight, WeightFormats, is_weight, named_weights, tree_path
+from eagle3_jax.sharding import AnyMesh, shard_weights
 
 log = logging.getLogger("eagle3_jax")
 
@@ -83,6 +84,7 @@ def load_params(
     ignored: Collection[str] = (),
     config: str = "config.json",
     policy: NarrowPolicy = WIDE,
+    mesh: AnyMesh | None = None,
 ) -> Any:
     """Read every weight of a model, with a progress bar on a terminal.
 
@@ -96,6 +98,7 @@ def load_params(
         ignored: tensors that may be there and are not read.
         config: what described the model, for messages.
         policy: what becomes of narrow weights.
+        mesh: where the weights go, each device's part straight to it; None is JAX's default device.
 
     Raises:
         Eagle3Error: a tensor is missing, has another shape, fits no format, contradicts the config, or holds NaN
@@ -125,7 +128,7 @@ def load_params(
         # Largest first: what converting the largest takes besides is then not on top of all the others.
         for path in sorted(weights, key=lambda path: -np.prod(weights[path].shape)):
             parts = [matrices[name] for name in names.file_names(path, weights[path])]
-            loaded[path] = _read_weight(parts, names.place(path), weights[path], config, policy)
+            loaded[path] = shard_weights(_read_weight(parts, names.place(path), weights[path], config, policy), mesh)
             bar.update(len(parts))
     return jax.tree_util.tree_map_with_path(
         lambda keys, leaf: loaded.get(tree_path(keys), leaf), abstract, is_leaf=is_weight
@@ -150,7 +153,7 @@ def _check_config(config: QuantConfig | None, matrices: Collection[StoredMatrix]
 
 
 def _read_weight(parts: list[StoredMatrix], place: Place, weight: Weight, config: str, policy: NarrowPolicy) -> Weight:
-    """One weight, of one tensor or of one an expert; a stack never lies in memory twice."""
+    """One weight with NumPy arrays, of one tensor or of one an expert; a stack never lies in memory twice."""
     formats = {part.format for part in parts}
     if len(formats) > 1 and not policy.widen:
         raise Eagle3Error(
@@ -166,7 +169,7 @@ def _read_weight(parts: list[StoredMatrix], place: Place, weight: Weight, config
         mode = chosen_mode(format, policy.activations, narrow, static=len(scales) == len(parts))
         if mode == "fp8_static":
             stacked = len(weight.shape) == 3
-            input_scale = jax.device_put(np.stack(scales) if stacked else scales[0])
+            input_scale = np.stack(scales) if stacked else scales[0]
     if format is not None and narrow:
         value, scale = _read_codes(parts, place, weight, config)
         return Weight(value, scale, format, "nk", weight.axes, input_scale, mode)
@@ -174,7 +177,7 @@ def _read_weight(parts: list[StoredMatrix], place: Place, weight: Weight, config
     return dataclasses.replace(weight, value=value, input_scale=input_scale, activations=mode)
 
 
-def _read_values(parts: list[StoredMatrix], place: Place, weight: Weight, config: str) -> jax.Array:
+def _read_values(parts: list[StoredMatrix], place: Place, weight: Weight, config: str) -> np.ndarray:
     """The wide values of a weight, in its format and layout."""
     # An owned copy in its final order and dtype: a view of the mapped file would change with the file.
     stored = np.empty(weight.value.shape, FLOAT_FORMATS[weight.format])
@@ -184,7 +187,7 @@ def _read_values(parts: list[StoredMatrix], place: Place, weight: Weight, config
             target[...] = tensor.T if weight.layout == "kn" else tensor
         if target.dtype.itemsize < tensor.dtype.itemsize:
             check_finite(target, f"{parts[0].source.path}: tensor {name}, converted to {target.dtype},")
-    return jax.device_put(stored)
+    return stored
 
 
 def _matrices(
@@ -215,7 +218,7 @@ def _matrices(
             yield part.name, place.take(tensor) if isinstance(place, HeadRows) else tensor
 
 
-def _read_codes(parts: list[StoredMatrix], place: Place, weight: Weight, config: str) -> tuple[jax.Array, jax.Array]:
+def _read_codes(parts: list[StoredMatrix], place: Place, weight: Weight, config: str) -> tuple[np.ndarray, np.ndarray]:
     """Codes and scales of a weight that stays narrow."""
     narrow, (*stack, inputs, outputs) = parts[0].narrow, weight.shape
     shape = (*stack, outputs, inputs)
@@ -224,7 +227,7 @@ def _read_codes(parts: list[StoredMatrix], place: Place, weight: Weight, config:
     targets = zip(values, scales, strict=True) if _stacked(place) and len(parts) > 1 else [(values, scales)]
     for (value, scale), part in zip(targets, parts, strict=True):
         value[...], scale[...] = _codes(part, place, weight, config)
-    return jax.device_put(values), jax.device_put(scales)
+    return values, scales
 
 
 def _codes(part: StoredMatrix, place: Place, weight: Weight, config: str) -> tuple[np.ndarray, np.ndarray]:

@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 
 from eagle3_jax.checkpoint.files import read_json, write_json_atomic
 from eagle3_jax.checkpoint.names import check_finite
@@ -12,6 +13,7 @@ from eagle3_jax.errors import Eagle3Error
 from eagle3_jax.quant.activations import MODES
 from eagle3_jax.quant.formats import NARROW_FORMATS
 from eagle3_jax.quant.weight import is_weight, named_weights
+from eagle3_jax.sharding import weight_shardings
 
 META_FILE = "eagle3_jax.json"
 """Marks a folder as written by this library and says what the parameters are."""
@@ -77,21 +79,25 @@ def read_meta(folder: Path) -> dict[str, Any]:
     return meta
 
 
-def read_params(folder: Path, abstract: Any) -> Any:
+def read_params(folder: Path, abstract: Any, mesh: Mesh | None = None) -> Any:
     """Restore a parameter tree.
 
     Args:
         folder: what `write_params` wrote.
         abstract: the tree of `eagle3_jax.checkpoint.names.abstract_params` of a model that knows which weights are
             narrow; float values are cast to its dtypes.
+        mesh: where the weights go; None is JAX's default device.
 
     Raises:
         Eagle3Error: the folder is damaged, holds other weights than the model has, or NaN or infinity.
     """
     import orbax.checkpoint as ocp
 
-    sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    wanted = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), _values(abstract))
+    default = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    places = jax.tree.map(lambda _: default, abstract) if mesh is None else weight_shardings(abstract, mesh)
+    wanted = jax.tree.map(
+        lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), _values(abstract), _values(places)
+    )
     try:
         with ocp.Checkpointer(ocp.StandardCheckpointHandler()) as checkpointer:
             values = checkpointer.restore(
@@ -102,10 +108,10 @@ def read_params(folder: Path, abstract: Any) -> Any:
         raise Eagle3Error(f"{folder}: Orbax cannot restore the weights: {_first_line(error)}") from error
     params = jax.tree.map(_weight, abstract, values, is_leaf=is_weight)
     for path, weight in named_weights(params).items():
-        if weight.scale is None:
-            check_finite(np.asarray(weight.value), f"{folder}: weight {path}")
-        else:
-            check_finite(np.asarray(weight.scale, np.float32), f"{folder}: the scales of weight {path}")
+        checked, what = (weight.value, "") if weight.scale is None else (weight.scale, "the scales of ")
+        for shard in checked.addressable_shards:
+            if shard.replica_id == 0:
+                check_finite(np.asarray(shard.data, np.float32), f"{folder}: {what}weight {path}")
     return params
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 
 from eagle3_jax.checkpoint.families import FAMILIES, config_fields, family_of
 from eagle3_jax.checkpoint.files import read_json, refusing_io, write_json_atomic
@@ -31,6 +32,7 @@ from eagle3_jax.errors import Eagle3Error
 from eagle3_jax.models.decoder import Decoder
 from eagle3_jax.models.rope import inverse_frequencies
 from eagle3_jax.quant.weight import WeightFormats, formats_of, named_weights
+from eagle3_jax.sharding import check_mesh, shard_weights
 from eagle3_jax.text import Tokenizer
 
 _TOKENIZERS = ("tokenizer.json", "tiktoken.model")
@@ -87,6 +89,7 @@ def load_target(
     dtype: str | None = None,
     widen: bool | None = None,
     activations: str | None = None,
+    mesh: Mesh | None = None,
 ) -> Target:
     """Load a target model.
 
@@ -100,11 +103,13 @@ def load_target(
         activations: how those that meet narrow weights are rounded. None: as a card does for FP8 weights that stay
             narrow, else not at all. "wide": not at all. "fake_quant": as a card does, also for weights that were
             widened. "mxfp8": the same, with MXFP8 for MXFP4 weights.
+        mesh: devices to share the weights and all that is computed with them, see `eagle3_jax.sharding.make_mesh`;
+            None is JAX's default device.
 
     Raises:
         Eagle3Error: no such checkpoint; another architecture or a setting that is not supported; malformed,
             missing, surplus or misshapen tensors, or NaN in them; quantised weights and a quantization_config that
-            contradict each other; or it is a draft.
+            contradict each other; it is a draft; or a mesh with axes other than "data" and "model".
 
     Example:
         >>> target = load_target("smollm2-135m")  # doctest: +SKIP
@@ -114,16 +119,17 @@ def load_target(
     if dtype is not None:
         check_dtype(dtype)
     policy = NarrowPolicy.default(widen, activations)
+    mesh = None if mesh is None else check_mesh(mesh)
     name, place = locate(path, "target")
     with refusing_io(place):
         if not place.is_dir():
-            return _load_gguf(name, place, dtype or default_dtype())
+            return _load_gguf(name, place, dtype or default_dtype(), mesh)
         if is_orbax_folder(place):
-            return _load_orbax(name, place, dtype, policy)
-        return _load_folder(name, place, dtype or default_dtype(), policy)
+            return _load_orbax(name, place, dtype, policy, mesh)
+        return _load_folder(name, place, dtype or default_dtype(), policy, mesh)
 
 
-def _load_folder(name: str, folder: Path, dtype: str, policy: NarrowPolicy) -> Target:
+def _load_folder(name: str, folder: Path, dtype: str, policy: NarrowPolicy, mesh: Mesh | None) -> Target:
     config = read_config(folder)
     _refuse_draft(folder, is_draft(config))
     model = _model(config, str(folder / "config.json"), dtype)
@@ -131,11 +137,11 @@ def _load_folder(name: str, folder: Path, dtype: str, policy: NarrowPolicy) -> T
     _refuse_draft(folder, is_draft(config, source))
     tokenizer, eos_ids = _read_text(folder, config, model.config)
     policy = dataclasses.replace(policy, config=parse_quant_config(config, str(folder / "config.json")))
-    model, params = _load_weights(model, source, policy)
+    model, params = _load_weights(model, source, policy, mesh)
     return Target(name, model, params, tokenizer, eos_ids, folder)
 
 
-def _load_gguf(name: str, file: Path, dtype: str) -> Target:
+def _load_gguf(name: str, file: Path, dtype: str, mesh: Mesh | None) -> Target:
     source = GGUFSource(file)
     config = source.config()
     if (factors := config.pop("rope_freq_factors", None)) is not None:
@@ -143,10 +149,10 @@ def _load_gguf(name: str, file: Path, dtype: str) -> Target:
     model = _model(config, str(file), dtype)
     eos_ids = check_eos_ids(source.eos_ids, model.config.vocab_size, str(file))
     tokenizer = Tokenizer.from_gguf(source.metadata, str(file))
-    return Target(name, *_load_weights(model, source, WIDE), tokenizer, eos_ids, file)
+    return Target(name, *_load_weights(model, source, WIDE, mesh), tokenizer, eos_ids, file)
 
 
-def _load_orbax(name: str, folder: Path, dtype: str | None, policy: NarrowPolicy) -> Target:
+def _load_orbax(name: str, folder: Path, dtype: str | None, policy: NarrowPolicy, mesh: Mesh | None) -> Target:
     meta = read_meta(folder)
     _refuse_draft(folder, meta["kind"] != "target")
     config = read_config(folder)
@@ -159,8 +165,8 @@ def _load_orbax(name: str, folder: Path, dtype: str | None, policy: NarrowPolicy
     stored = dataclasses.replace(
         weights, exceptions=(*narrow, *weights.exceptions), activations=tuple(meta["activations"].items())
     )
-    params = read_params(folder, abstract_params(_with_weights(model, stored)))
-    params = policy.applied(params, weights)
+    params = read_params(folder, abstract_params(_with_weights(model, stored)), mesh)
+    params = shard_weights(policy.applied(params, weights), mesh)
     return Target(name, _with_weights(model, formats_of(params, weights)), params, tokenizer, eos_ids, folder)
 
 
@@ -181,7 +187,9 @@ def _with_weights(model: Decoder, weights: WeightFormats) -> Decoder:
     return type(model)(dataclasses.replace(model.config, weights=weights))
 
 
-def _load_weights(model: Decoder, source: TensorSource, policy: NarrowPolicy) -> tuple[Decoder, Any]:
+def _load_weights(
+    model: Decoder, source: TensorSource, policy: NarrowPolicy, mesh: Mesh | None
+) -> tuple[Decoder, Any]:
     """The weights of a model, and the model with the formats they are in."""
     # Before the model is described, layer by layer, for as many as a damaged config names.
     if (layers := model.config.num_layers) > len(source):
@@ -196,7 +204,7 @@ def _load_weights(model: Decoder, source: TensorSource, policy: NarrowPolicy) ->
                 "set tie_word_embeddings to false"
             )
         ignored = (head,)
-    params = load_params(abstract_params(model), source, names, ignored, policy=policy)
+    params = load_params(abstract_params(model), source, names, ignored, policy=policy, mesh=mesh)
     return _with_weights(model, formats_of(params, model.config.weights)), params
 
 

@@ -66,7 +66,7 @@ def decode_round(setup: Setup, params: Params, sampling: Sampling, state: State)
     Verification samples and matches: the target draws its own token at every row, and a draft is accepted if
     it is that token. The noise of each drawn index is shared with the draft, so the two often agree.
     """
-    return settled(over_rows(partial(_round, setup), params, sampling, state), params)
+    return over_rows(partial(_round, setup), params, sampling, state)
 
 
 def _round(setup: Setup, params: Params, sampling: Sampling, state: State) -> State:
@@ -207,7 +207,7 @@ def prefill(setup: Setup, params: Params, token_ids: Array, lengths: Array, keys
         token_ids: int32 [B, P], padded after each row's end. lengths: int32 [B].
         keys: [B] threefry keys. sampling: the rows' wishes.
     """
-    return settled(over_rows(partial(_prefill, setup), params, token_ids, lengths, keys, sampling), params)
+    return over_rows(partial(_prefill, setup), params, token_ids, lengths, keys, sampling)
 
 
 def _prefill(setup: Setup, params: Params, token_ids: Array, lengths: Array, keys: Array, sampling: Sampling) -> State:
@@ -308,7 +308,7 @@ def run_rounds(setup: Setup, params: Params, sampling: Sampling, state: State, r
     def run(shared: tuple[Params, Array], sampling: Sampling, state: State) -> State:
         return _run_rounds(setup, shared[0], sampling, state, shared[1])
 
-    return settled(over_rows(run, (params, jnp.int32(rounds)), sampling, state), params)
+    return over_rows(run, (params, jnp.int32(rounds)), sampling, state)
 
 
 def _run_rounds(setup: Setup, params: Params, sampling: Sampling, state: State, rounds: Array) -> State:
@@ -399,8 +399,18 @@ def make_drafter(draft_model: Eagle3 | Drafter | None, target_model: Decoder, co
     return drafter
 
 
-jitted_prefill = jax.jit(prefill, static_argnums=0)
-jitted_rounds = jax.jit(run_rounds, static_argnums=0, donate_argnums=3)
+@partial(jax.jit, static_argnums=0)
+def jitted_prefill(
+    setup: Setup, params: Params, token_ids: Array, lengths: Array, keys: Array, sampling: Sampling
+) -> State:
+    """`prefill` as a program, whose state lies where `jitted_rounds` takes it."""
+    return settled(prefill(setup, params, token_ids, lengths, keys, sampling), params)
+
+
+@partial(jax.jit, static_argnums=0, donate_argnums=3)
+def jitted_rounds(setup: Setup, params: Params, sampling: Sampling, state: State, rounds: Array) -> State:
+    """`run_rounds` as a program that updates the state in its place."""
+    return settled(run_rounds(setup, params, sampling, state, rounds), params)
 
 
 def stream(

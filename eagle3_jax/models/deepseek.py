@@ -33,6 +33,7 @@ from eagle3_jax.models.moe import MoE
 from eagle3_jax.models.rope import rotate, yarn_temperature
 from eagle3_jax.quant.formats import FLOAT_FORMATS
 from eagle3_jax.quant.weight import Weight, WeightFormats
+from eagle3_jax.sharding import keep_heads
 
 Latent = DeepseekConfig | Eagle3LatentConfig
 """Configs of models with latent attention."""
@@ -108,7 +109,8 @@ class LatentAttention(nn.Module):
         else:
             latent = norm("q_a_norm")(linear("q_a", c.q_rank, "embed", "latent")(x))
             q = linear("q_b", query_width, "latent", "heads")(latent)
-        q, q_turned = jnp.split(q.reshape(*x.shape[:-1], c.num_heads, -1), [c.nope_dim], axis=-1)
+        q = keep_heads(q.reshape(*x.shape[:-1], c.num_heads, -1))
+        q, q_turned = jnp.split(q, [c.nope_dim], axis=-1)
         latent, k_turned = jnp.split(linear("kv_a", sum(c.cache_row) - 1, "embed", "latent")(x), [c.kv_rank], axis=-1)
         latent, k_turned = norm("kv_a_norm")(latent)[:, :, None], k_turned[:, :, None]
         if c.interleaved:

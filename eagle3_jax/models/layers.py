@@ -10,6 +10,7 @@ from jax import Array
 from eagle3_jax.models.attention import Attend
 from eagle3_jax.models.rope import rotate
 from eagle3_jax.quant.weight import Weight, WeightFormats
+from eagle3_jax.sharding import keep_heads
 
 
 def apply(module: nn.Module, params: Any, *args: Any, method: str | None = None) -> Any:
@@ -126,7 +127,7 @@ class Attention(nn.Module):
                 norm = RMSNorm(self.qk_norm_eps, self.formats, axis, name=f"{name}_norm")
             if norm is not None and self.joint_qk_norm:
                 y = norm(y)
-            y = y.reshape(*x.shape[:-1], heads, self.head_dim)
+            y = keep_heads(y.reshape(*x.shape[:-1], heads, self.head_dim))
             return y if norm is None or self.joint_qk_norm else norm(y)
 
         q, k = rotate(project("q", self.num_heads), angles), rotate(project("k", self.num_kv_heads), angles)
