@@ -116,10 +116,13 @@ def _spec(weight: Weight, shape: tuple[int, ...], mesh: AnyMesh) -> PartitionSpe
         name = RULES.get(axis)
         fits = name in mesh.shape and name not in taken and size % mesh.shape[name] == 0
         taken.append(name if fits else None)
-    # Without trailing None, as XLA reports its results: another spelling would be another program.
-    while taken and taken[-1] is None:
-        taken.pop()
-    return PartitionSpec(*taken)
+    return _partition(*taken)
+
+
+def _partition(*axes: str | None) -> PartitionSpec:
+    """Without trailing None, as XLA reports its results: another spelling would be another program."""
+    named = [i for i, axis in enumerate(axes) if axis is not None]
+    return PartitionSpec(*axes[: max(named, default=-1) + 1])
 
 
 def pool_shardings(pools: Any, mesh: AnyMesh, rows: str | None = None) -> Any:
@@ -135,7 +138,7 @@ def pool_shardings(pools: Any, mesh: AnyMesh, rows: str | None = None) -> Any:
 
     def place(pool: Any) -> NamedSharding:
         split = parts > 1 and pool.shape[1] % parts == 0
-        return NamedSharding(mesh, PartitionSpec(rows, MODEL) if split else PartitionSpec(rows))
+        return NamedSharding(mesh, _partition(rows, MODEL if split else None))
 
     return jax.tree.map(place, pools)
 
@@ -152,6 +155,11 @@ def keep_heads(x: Array) -> Array:
     parts, free = axis_size(mesh, MODEL), PartitionSpec.UNCONSTRAINED
     heads = MODEL if parts > 1 and x.shape[2] % parts == 0 else None
     return keep(x, NamedSharding(mesh, PartitionSpec(free, free, heads, None)))
+
+
+def row_shardings(tree: Any, mesh: AnyMesh, rows: str | None) -> Any:
+    """The sharding of every array [B, ...] of a tree, with its rows over a mesh axis, see `row_axis`."""
+    return jax.tree.map(lambda _: NamedSharding(mesh, _partition(rows)), tree)
 
 
 def row_axis(batch: int, mesh: AnyMesh | None) -> str | None:
@@ -251,9 +259,4 @@ def shard_batch(tree: Any, mesh: Mesh | None) -> Any:
     """Put arrays [B, ...] on the mesh, rows over "data" where it divides B; without a mesh they stay as they are."""
     if mesh is None:
         return tree
-    parts = mesh.shape.get(DATA, 1)
-
-    def place(x: Any) -> NamedSharding:
-        return NamedSharding(mesh, PartitionSpec(DATA) if parts > 1 and x.shape[0] % parts == 0 else PartitionSpec())
-
-    return jax.device_put(tree, jax.tree.map(place, tree))
+    return jax.device_put(tree, jax.tree.map(lambda x: row_shardings(x, mesh, row_axis(x.shape[0], mesh)), tree))

@@ -99,6 +99,7 @@ def run_timed(
     import jax.numpy as jnp
 
     from eagle3_jax.decoding.loop import jitted_prefill, jitted_rounds, stream
+    from eagle3_jax.decoding.state import abstract_state
 
     setup, params = _setup(target, draft, request)
     clock = _Clock()
@@ -118,7 +119,8 @@ def run_timed(
     prefill_seconds = clock.lap()
     if show:
         show(_first_row(generation))
-    jitted_rounds.lower(setup, params, request.sampling, prefill.out_info, jnp.int32(1)).compile()
+    state = abstract_state(prefill.out_info, params)
+    jitted_rounds.lower(setup, params, request.sampling, state, jnp.int32(1)).compile()
     compile_seconds += clock.lap()
     for generation in generations:
         if show:

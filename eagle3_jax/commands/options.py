@@ -78,6 +78,14 @@ def assignment(text: str) -> tuple[str, Any]:
         return key, value
 
 
+def mesh_sizes(text: str) -> tuple[int, int]:
+    """An argparse type: two whole numbers from 1, as in 4,2."""
+    data, comma, model = text.partition(",")
+    if not comma:
+        raise argparse.ArgumentTypeError(f"{text!r} is not two numbers, such as 4,2")
+    return whole(1)(data), whole(1)(model)
+
+
 def output_file(text: str) -> Path:
     """An argparse type: a file to write. Its folder is looked at now, not after the work."""
     path = Path(text)
@@ -99,7 +107,7 @@ def output_folder(text: str) -> str:
 
 
 def add_target_arguments(parser: argparse.ArgumentParser) -> None:
-    """--target, --dtype, --widen and --activations."""
+    """--target, --dtype, --widen, --activations and --mesh."""
     parser.add_argument("--target", required=True, help="model name, Hugging Face folder, GGUF file or Orbax folder")
     parser.add_argument(
         "--dtype",
@@ -117,17 +125,21 @@ def add_target_arguments(parser: argparse.ArgumentParser) -> None:
         help="how activations are rounded that meet the target's narrow weights (default: as a card does for FP8 "
         "weights that stay narrow, else not at all); of a draft: --draft-set activations=fake_quant",
     )
+    help = "share the work among D x M devices: rows over the first number, weights over the second"
+    parser.add_argument("--mesh", metavar="D,M", type=mesh_sizes, help=help)
 
 
 def load_target(args: argparse.Namespace) -> "Target":
     """The target that the flags of `add_target_arguments` name.
 
     Raises:
-        Eagle3Error: whatever the loader refuses.
+        Eagle3Error: whatever the loader refuses, or a mesh of more devices than there are.
     """
     import eagle3_jax as e3
+    from eagle3_jax.sharding import make_mesh
 
-    return e3.load_target(args.target, dtype=args.dtype, widen=args.widen, activations=args.activations)
+    mesh = None if args.mesh is None else make_mesh(*args.mesh)
+    return e3.load_target(args.target, dtype=args.dtype, widen=args.widen, activations=args.activations, mesh=mesh)
 
 
 def add_draft_arguments(parser: argparse.ArgumentParser, optional: bool = True) -> None:

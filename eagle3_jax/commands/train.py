@@ -13,7 +13,6 @@ from eagle3_jax.commands.options import (
     load_target,
     output_folder,
     read_data,
-    whole,
 )
 from eagle3_jax.commands.settings import add_config_arguments, read_config
 
@@ -38,12 +37,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=True,
         help="go on from the newest checkpoint in --out (default)",
     )
-    parser.add_argument(
-        "--mesh",
-        metavar="D,M",
-        type=mesh_sizes,
-        help="share the work among D x M devices: rows over the first number, weights over the second",
-    )
     add_plot_argument(parser, "loss and accuracy")
     add_config_arguments(parser, TrainConfig)
     add_json_argument(parser)
@@ -52,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Train to the last step and save the draft."""
     from eagle3_jax.plots import check_plotting, draw_training
-    from eagle3_jax.sharding import make_mesh
+    from eagle3_jax.sharding import mesh_of
     from eagle3_jax.training.trainer import TrainConfig, read_metrics, train
 
     config = read_config(args, TrainConfig)
@@ -60,18 +53,9 @@ def run(args: argparse.Namespace) -> int:
         check_plotting()
     target = load_target(args)
     chats = read_data(args.data, target)
-    mesh = None if args.mesh is None else make_mesh(*args.mesh)
-    train(target, chats, config, args.out, args.features, args.resume, mesh=mesh)
+    train(target, chats, config, args.out, args.features, args.resume, mesh=mesh_of(target.params))
     if args.plot is not None:
         draw_training(read_metrics(args.out), args.plot)
     draft = str(Path(args.out) / "draft")
     print(json.dumps({"target": target.name, "draft": draft, "steps": config.steps}) if args.json else draft)
     return 0
-
-
-def mesh_sizes(text: str) -> tuple[int, int]:
-    """An argparse type: two whole numbers from 1, as in 4,2."""
-    data, comma, model = text.partition(",")
-    if not comma:
-        raise argparse.ArgumentTypeError(f"{text!r} is not two numbers, such as 4,2")
-    return whole(1)(data), whole(1)(model)

@@ -10,14 +10,13 @@ from typing import Any
 import jax
 from flax import struct
 from jax import Array
-from jax.sharding import NamedSharding, PartitionSpec
 
 from eagle3_jax.decoding.drafters import Drafter, NoDrafter, Verified
 from eagle3_jax.decoding.request import GenerationConfig
 from eagle3_jax.decoding.sampling import History
 from eagle3_jax.decoding.stats import Stats
 from eagle3_jax.models.decoder import Decoder
-from eagle3_jax.sharding import AnyMesh, keep, mesh_of, pool_shardings, row_axis
+from eagle3_jax.sharding import AnyMesh, keep, mesh_of, pool_shardings, row_axis, row_shardings
 
 RUNNING, STOP, LENGTH, ERROR = 0, 1, 2, 3
 """Values of `finish_reason`; ERROR is a row whose logits had no finite maximum."""
@@ -105,7 +104,7 @@ def state_shardings(state: State, mesh: AnyMesh) -> State:
         state: with arrays, abstract or traced ones too. mesh: the weights'.
     """
     rows = row_axis(state.tokens.shape[0], mesh)
-    places = jax.tree.map(lambda _: NamedSharding(mesh, PartitionSpec(rows)), state)
+    places = row_shardings(state, mesh, rows)
     pools, draft_cache = (pool_shardings(pools, mesh, rows) for pools in (state.pools, state.draft_cache))
     return replace(places, pools=pools, draft_cache=draft_cache)
 
@@ -114,3 +113,11 @@ def settled(state: State, params: Params) -> State:
     """The state with its arrays where `state_shardings` says, so that one program serves all calls."""
     mesh = mesh_of(params)
     return state if mesh is None else keep(state, state_shardings(state, mesh))
+
+
+def abstract_state(shapes: State, params: Params) -> State:
+    """A state's shapes, with where `settled` puts its arrays: what programs of the next rounds are compiled for."""
+    if (mesh := mesh_of(params)) is None:
+        return shapes
+    places = state_shardings(shapes, mesh)
+    return jax.tree.map(lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), shapes, places)
