@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from xla import SHIPPED
 
 import eagle3_jax as e3
 from eagle3_jax.decoding.verify import compare, decision_margin
@@ -35,8 +36,12 @@ def draft(target: Any) -> Any:
 @pytest.fixture(scope="module")
 def both_ways(target: Any, draft: Any) -> Any:
     """Generates with and without the draft: (prompts, sampling) -> (plain, speculative)."""
-    plain = jax.jit(e3.generate, static_argnames=("model", "config"))
-    speculate = jax.jit(e3.speculative_generate, static_argnames=("target_model", "draft_model", "config"))
+    plain = jax.jit(e3.generate, static_argnames=("model", "config"), compiler_options=SHIPPED)
+    speculate = jax.jit(
+        e3.speculative_generate,
+        static_argnames=("target_model", "draft_model", "config"),
+        compiler_options=SHIPPED,
+    )
     models = {"target_model": target.model, "draft_model": draft.model, "config": CONFIG}
 
     def run(ids: Any, lengths: Any, keys: Any, sampling: e3.Sampling) -> tuple[Any, Any]:

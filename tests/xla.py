@@ -1,4 +1,4 @@
-"""How tests compile: quickly, and with XLA's own settings where a test reads the compiled program."""
+"""How tests compile: quickly, but for programs that are read or that run for long."""
 
 import importlib.util
 import mmap
@@ -30,6 +30,5 @@ def quick_flags() -> list[str]:
     return [f"--{name}={str(quick).lower()}" for name, (_, quick) in known_options().items()]
 
 
-def as_shipped(lowered: Any) -> Any:
-    """A lowered program, compiled as for users."""
-    return lowered.compile(compiler_options={name: usual for name, (usual, _) in known_options().items()})
+SHIPPED: dict[str, Any] = {name: usual for name, (usual, _) in known_options().items()}
+"""`compiler_options` with which a program is compiled as for users: to read it, or to run it over much data."""

@@ -31,6 +31,9 @@ from eagle3_jax.models.eagle3 import Eagle3
 
 NEW = 20
 
+plain_run = jax.jit(generate, static_argnames=("model", "config"))
+drafted_run = jax.jit(speculative_generate, static_argnames=("target_model", "draft_model", "config"))
+
 
 def inputs(batch: int, **wishes: Any) -> tuple[Array, Array, Array, Sampling]:
     ids, lengths = tiny.prompts(batch, width=12, seed=batch)
@@ -39,8 +42,7 @@ def inputs(batch: int, **wishes: Any) -> tuple[Array, Array, Array, Sampling]:
 
 def plain_tokens(given: tuple, config: GenerationConfig) -> np.ndarray:
     model, params = tiny.target()
-    run = jax.jit(generate, static_argnames=("model", "config"))
-    return np.asarray(run(params, *given, model=model, config=config).tokens)
+    return np.asarray(plain_run(params, *given, model=model, config=config).tokens)
 
 
 def test_streaming_gives_the_fused_result_step_by_step_and_leaves_its_arguments_alone() -> None:
@@ -49,7 +51,7 @@ def test_streaming_gives_the_fused_result_step_by_step_and_leaves_its_arguments_
     given = inputs(4, temperature=[0.0, 0.7, 1.3, 0.0], max_tokens=[NEW, 3, NEW, 1], stop_ids=[7])
     config = GenerationConfig(max_new_tokens=NEW, speculation=Chain(3), return_logprobs=True)
     models = {"target_model": model, "draft_model": draft_model, "config": config}
-    fused = jax.jit(speculative_generate, static_argnames=tuple(models))(params, draft_params, *given, **models)
+    fused = drafted_run(params, draft_params, *given, **models)
     steps = list(stream(params, draft_params, *given, **models, rounds_per_call=2))
     assert steps[0].lengths.tolist() == [1, 1, 1, 1]
     for earlier, later in itertools.pairwise(steps):
@@ -234,8 +236,7 @@ def test_logits_without_a_maximum_end_their_row_as_an_error_and_no_other() -> No
     spoilt = params["embed"]["weight"].value.at[:, poison].set(jnp.nan)
     params = {**params, "embed": {"weight": dataclasses.replace(params["embed"]["weight"], value=spoilt)}}
     models = {"target_model": model, "draft_model": draft_model, "config": config}
-    run = jax.jit(speculative_generate, static_argnames=tuple(models))
-    out = run(params, draft_params, ids, lengths, keys, sampling, **models)
+    out = drafted_run(params, draft_params, ids, lengths, keys, sampling, **models)
     end = clean[0].tolist().index(poison) + 1
     assert out.finish_reason.tolist() == [ERROR, 2, 2] and int(out.lengths[0]) == end
     assert np.array_equal(out.tokens[0, :end], clean[0, :end]) and np.array_equal(out.tokens[1:], clean[1:])
@@ -252,8 +253,7 @@ def test_a_rejected_draft_that_spoils_its_own_row_spoils_no_token_before_it() ->
     rows = tiny.whole_rows(ids, lengths, clean)
     rows = np.where(np.random.default_rng(0).random(rows.shape) < 0.3, unused, rows)
     models = {"target_model": model, "draft_model": Oracle(), "config": config}
-    run = jax.jit(speculative_generate, static_argnames=tuple(models))
-    out = run(params, jnp.asarray(rows), ids, lengths, keys, sampling, **models)
+    out = drafted_run(params, jnp.asarray(rows), ids, lengths, keys, sampling, **models)
     assert np.array_equal(out.tokens, clean) and out.finish_reason.tolist() == [2, 2, 2]
     assert np.all(np.asarray(out.stats.accepted) > 0)
 
@@ -264,8 +264,7 @@ def test_log_probabilities_are_those_of_the_untransformed_logits() -> None:
     ids, lengths, keys, sampling = inputs(3, temperature=1.3, top_k=5, repetition_penalty=1.5)
     config = GenerationConfig(max_new_tokens=NEW, speculation=Chain(3), return_logprobs=True)
     models = {"target_model": model, "draft_model": draft_model, "config": config}
-    run = jax.jit(speculative_generate, static_argnames=tuple(models))
-    out = run(params, draft_params, ids, lengths, keys, sampling, **models)
+    out = drafted_run(params, draft_params, ids, lengths, keys, sampling, **models)
     for b, n in enumerate(np.asarray(lengths)):
         row = tiny.whole_rows(ids, lengths, out.tokens)[b, : n + NEW]
         logits = tiny.causal_logits(row).astype(np.float64)
@@ -296,11 +295,10 @@ def test_double_precision_mode_changes_nothing() -> None:
     models = {"target_model": model, "draft_model": draft_model, "config": config}
     wishes = {"temperature": [0.0, 0.7], "top_p": 0.9, "top_k": 9, "repetition_penalty": 1.2, "logit_bias": {3: 1.0}}
     given = inputs(2, **wishes)
-    run = jax.jit(speculative_generate, static_argnames=tuple(models))
-    expected = run(params, draft_params, *given, **models)
+    expected = drafted_run(params, draft_params, *given, **models)
     with jax.enable_x64(True):
         given = inputs(2, **wishes)
-        wide = run(params, draft_params, *given, **models)
+        wide = drafted_run(params, draft_params, *given, **models)
     assert np.array_equal(wide.tokens, expected.tokens)
     assert jax.tree.map(lambda x: x.dtype, wide) == jax.tree.map(lambda x: x.dtype, expected)
 
@@ -309,7 +307,6 @@ def test_a_draft_of_another_target_is_refused_even_while_tracing() -> None:
     model, params = tiny.target()
     config = GenerationConfig(max_new_tokens=NEW, speculation=Chain(3))
     given = inputs(2)
-    run = jax.jit(speculative_generate, static_argnames=("target_model", "draft_model", "config"))
     for change, match in (
         ({"target_hidden_size": 25}, "width 25"),
         ({"vocab_size": 41}, "41 ids"),
@@ -317,6 +314,6 @@ def test_a_draft_of_another_target_is_refused_even_while_tracing() -> None:
     ):
         draft_model = Eagle3(dataclasses.replace(tiny.DRAFT, **change))
         with pytest.raises(Eagle3Error, match=match):
-            run(params, tiny.draft()[1], *given, target_model=model, draft_model=draft_model, config=config)
+            drafted_run(params, tiny.draft()[1], *given, target_model=model, draft_model=draft_model, config=config)
     with pytest.raises(Eagle3Error, match="rounds_per_call"):
         next(stream(params, None, *given, target_model=model, draft_model=None, config=config, rounds_per_call=0))

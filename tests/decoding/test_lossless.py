@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
+from xla import SHIPPED
 
 from eagle3_jax.decoding.drafters import Drafter, Oracle
 from eagle3_jax.decoding.loop import LENGTH, STOP, Generation, generate, speculative_generate
@@ -19,8 +20,10 @@ from eagle3_jax.models.eagle3 import Eagle3
 BATCH, NEW = 512, 20
 PLAIN = GenerationConfig(max_new_tokens=NEW, prefill_chunk=16, block_size=8)
 
-plain_run = jax.jit(generate, static_argnames=("model", "config"))
-draft_run = jax.jit(speculative_generate, static_argnames=("target_model", "draft_model", "config"))
+plain_run = jax.jit(generate, static_argnames=("model", "config"), compiler_options=SHIPPED)
+draft_run = jax.jit(
+    speculative_generate, static_argnames=("target_model", "draft_model", "config"), compiler_options=SHIPPED
+)
 
 
 def every_kind_of_row(batch: int = BATCH) -> Sampling:

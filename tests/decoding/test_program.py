@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 import tiny
-from xla import as_shipped
+from xla import SHIPPED
 
 from eagle3_jax.decoding.drafters import Eagle3Drafter
 from eagle3_jax.decoding.loop import (
@@ -53,7 +53,7 @@ def pool_copies(text: str) -> list[str]:
 def fused() -> str:
     run = jax.jit(speculative_generate, static_argnames=("target_model", "draft_model", "config"))
     models = {"target_model": tiny.target()[0], "draft_model": tiny.draft()[0], "config": CONFIG}
-    return as_shipped(run.lower(*arguments(temperature=0.5, top_p=0.9), **models)).as_text()
+    return run.lower(*arguments(temperature=0.5, top_p=0.9), **models).compile(compiler_options=SHIPPED).as_text()
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +62,7 @@ def rounds() -> tuple[str, Any]:
     setup = Setup(tiny.target()[0], Eagle3Drafter(tiny.draft()[0]), CONFIG)
     state = jax.eval_shape(lambda *given: prefill(setup, *given), (params, draft_params), ids, lengths, keys, sampling)
     lowered = jitted_rounds.lower(setup, (params, draft_params), sampling, state, jnp.int32(4))
-    return as_shipped(lowered).as_text(), state
+    return lowered.compile(compiler_options=SHIPPED).as_text(), state
 
 
 def test_the_whole_run_is_one_module_that_never_talks_to_the_host(fused: str) -> None:
@@ -91,7 +91,7 @@ def test_the_check_for_copies_sees_one() -> None:
         return pool, pool.at[3].set(1.0)
 
     pool = jnp.zeros((SLOTS, 4, 8))
-    hlo = as_shipped(jax.jit(keeps_the_old_pool, donate_argnums=0).lower(pool)).as_text()
+    hlo = jax.jit(keeps_the_old_pool, donate_argnums=0).lower(pool).compile(compiler_options=SHIPPED).as_text()
     assert pool_copies(hlo)
 
 

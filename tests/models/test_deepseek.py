@@ -13,7 +13,7 @@ import pytest
 import tiny
 from jax import Array
 from loading import TARGETS, expected, target
-from xla import as_shipped
+from xla import SHIPPED
 
 from eagle3_jax.api import score
 from eagle3_jax.cache.paged import chain_step, make_pools
@@ -202,7 +202,7 @@ def test_no_loop_copies_a_pool_or_a_matrix_of_the_latent(model: tuple) -> None:
     models = {"target_model": model[0], "draft_model": drafter}
     config = dataclasses.replace(CONFIG, speculation=Chain(3))
     arguments = (model[1], draft_params, ids, lengths, row_keys(0, BATCH), Sampling.make(BATCH))
-    hlo = as_shipped(drafted_run.lower(*arguments, **models, config=config)).as_text()
+    hlo = drafted_run.lower(*arguments, **models, config=config).compile(compiler_options=SHIPPED).as_text()
     loops = hlo[: hlo.index("\nENTRY ")]
     slots = BATCH * 48
     assert f"f32[{slots},1,14]" in loops and f"f32[{slots},2,12]" in loops  # the target's pool and the draft's

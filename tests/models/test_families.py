@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import tiny
 from loading import TARGETS, expected, target
-from xla import as_shipped
+from xla import SHIPPED
 
 from eagle3_jax.api import score
 from eagle3_jax.checkpoint.families import FAMILIES, config_fields
@@ -120,7 +120,7 @@ def test_no_loop_copies_or_converts_a_stack_of_experts(plain: tuple[str, Generat
     if loaded.model.config.moe is None:  # type: ignore[attr-defined]
         return
     arguments = (loaded.params, ids, lengths, keys, sampling)
-    hlo = as_shipped(plain_run.lower(*arguments, model=loaded.model, config=CONFIG)).as_text()
+    hlo = plain_run.lower(*arguments, model=loaded.model, config=CONFIG).compile(compiler_options=SHIPPED).as_text()
     experts = loaded.params["layers_0"]["mlp"]["experts"]
     shapes = {",".join(map(str, experts[part]["weight"].value.shape)) for part in ("gate", "down")}
     made = set(re.findall(rf"= f32\[(?:{'|'.join(shapes)})\]\S* ([a-z-]+)\(", hlo))
