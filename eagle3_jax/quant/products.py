@@ -5,7 +5,9 @@ Weights lie as [N, K] codes with scales (see `eagle3_jax.quant.formats`).
 Dimension letters: M rows of activations, K contracting width, N output width.
 """
 
+import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax.numpy as jnp
@@ -18,10 +20,14 @@ from eagle3_jax.quant.formats import NARROW_FORMATS, NarrowFormat
 
 TILE = 2**22
 """Weights that are wide at a time where activations stay wide."""
+PARTS = 8
+"""Equal parts of a matrix of which a loop takes a slice each: devices that share the matrix share every step."""
 FEW = 4
 """Rows up to which products need no matrix instructions: reading the matrix takes longer."""
 _SEVERAL = fp8.BLOCK // 4
 """Rows up to which the products of all blocks take no more memory than the codes."""
+_SUMS = 2**29
+"""Most products of blocks at a time."""
 
 
 def narrow_product(x: Array, codes: Array, scale: Array, format: str, mode: str, static: Array | None = None) -> Array:
@@ -89,16 +95,19 @@ def chosen_mode(format: str, wish: str | None, narrow: bool, static: bool = Fals
 
 def product(x: Array, matrix: Array) -> Array:
     """[..., K] times [N, K] -> float32 [..., N]."""
-
-    def whole(x: Array, matrix: Array) -> Array:
-        return lax.dot_general(x, matrix, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
-
-    y = _by_row(whole, (x.reshape(-1, x.shape[-1]),), matrix)
+    y = _by_row(_dot, _dot, (x.reshape(-1, x.shape[-1]),), matrix)
     return y.reshape(*x.shape[:-1], matrix.shape[0])
 
 
-def _by_row(whole: Callable[..., Array], rows: tuple[Array, ...], *matrix: Array) -> Array:
-    """`whole(*rows, *matrix)` of `rows`, arrays [M, ...]; off CPU a few rows are multiplied one by one.
+def _dot(x: Array, matrix: Array) -> Array:
+    """[M, K] times [N, K] -> float32 [M, N]."""
+    return lax.dot_general(x, matrix, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
+
+
+def _by_row(
+    whole: Callable[..., Array], single: Callable[..., Array], rows: tuple[Array, ...], *matrix: Array
+) -> Array:
+    """`whole(*rows, *matrix)` of `rows`, arrays [M, ...]; off CPU, if they are few, `single` of each.
 
     XLA multiplies single rows where the matrix is made, be it cut out of a stack of experts or unpacked, and all of
     them in one pass. For products of several rows at once it writes the matrix to memory first.
@@ -108,7 +117,7 @@ def _by_row(whole: Callable[..., Array], rows: tuple[Array, ...], *matrix: Array
 
     def apart(*arrays: Array) -> Array:
         ours, theirs = arrays[: len(rows)], arrays[len(rows) :]
-        return jnp.concatenate([whole(*(x[i : i + 1] for x in ours), *theirs) for i in range(len(rows[0]))])
+        return jnp.concatenate([single(*(x[i : i + 1] for x in ours), *theirs) for i in range(len(rows[0]))])
 
     return lax.platform_dependent(*rows, *matrix, cpu=whole, default=apart)
 
@@ -128,54 +137,76 @@ def _scaled_dot(x: Array, codes: Array, scale: Array, mode: str) -> Array:
 
 def _block_product(x: Array, token_scale: Array, codes: Array, scale: Array) -> Array:
     """Sum over blocks of the contracting dimension, each scaled by its token's and its block's scale."""
-    outputs, width = codes.shape
-    if x.shape[0] <= _SEVERAL and width % fp8.BLOCK == 0:
-        return _by_row(_uncut, (x, token_scale), codes, scale)
-
-    def part(block: Any, size: int) -> Array:
-        ours = lax.dynamic_slice_in_dim(x, block * fp8.BLOCK, size, axis=1)
-        theirs = lax.dynamic_slice_in_dim(codes, block * fp8.BLOCK, size, axis=1)
-        column = lax.dynamic_index_in_dim(scale, block, axis=1, keepdims=False)
-        token = lax.dynamic_index_in_dim(token_scale, block, axis=1)
-        return product(ours, theirs) * token * column.repeat(fp8.BLOCK)[:outputs]
-
-    whole, rest = divmod(width, fp8.BLOCK)
-    y = jnp.zeros((x.shape[0], outputs), jnp.float32)
-    if whole:
-        y = lax.fori_loop(0, whole, lambda block, y: y + part(block, fp8.BLOCK), y)
-    return y + part(whole, rest) if rest else y
+    (rows, width), outputs = x.shape, codes.shape[0]
+    blocks, rest = divmod(width, fp8.BLOCK)
+    inner, y = blocks * fp8.BLOCK, 0.0
+    if blocks:
+        at_once = math.gcd(blocks, PARTS) if PARTS * rows * outputs <= _SUMS else 1
+        sums = partial(_block_sums, blocks if rows <= _SEVERAL else at_once)
+        y = _by_row(sums, sums, (x[:, :inner], token_scale[:, :blocks]), codes[:, :inner], scale[:, :blocks])
+    if rest:
+        column = scale[:, blocks].repeat(fp8.BLOCK)[:outputs]
+        y += product(x[:, inner:], codes[:, inner:]) * token_scale[:, blocks:] * column
+    return jnp.asarray(y)
 
 
-def _uncut(x: Array, token_scale: Array, codes: Array, scale: Array) -> Array:
-    """The same with the products of all blocks at once: none is cut out of the codes."""
-    ours, theirs = (array.reshape(array.shape[0], -1, fp8.BLOCK) for array in (x, codes))
-    # [blocks, M, N]
-    parts = lax.dot_general(ours, theirs, (((2,), (2,)), ((1,), (1,))), preferred_element_type=jnp.float32)
-    columns = scale.T.repeat(fp8.BLOCK, axis=1)[:, None, : codes.shape[0]]
-    return jnp.sum(parts * token_scale.T[:, :, None] * columns, axis=0)
+def _block_sums(at_once: int, x: Array, token_scale: Array, codes: Array, scale: Array) -> Array:
+    """`_block_product` of whole blocks, so many at once, from as many parts of the width."""
+    outputs, steps = codes.shape[0], token_scale.shape[1] // at_once
+    x, codes = (array.reshape(array.shape[0], at_once, steps, fp8.BLOCK) for array in (x, codes))
+    token_scale, scale = (
+        array.reshape(array.shape[0], at_once, steps).swapaxes(0, 1) for array in (token_scale, scale)
+    )
+
+    def part(step: Any) -> Array:
+        ours, theirs, token, column = (
+            lax.dynamic_index_in_dim(array, step, axis=2, keepdims=False) for array in (x, codes, token_scale, scale)
+        )
+        products = lax.dot_general(ours, theirs, (((2,), (2,)), ((1,), (1,))), preferred_element_type=jnp.float32)
+        column = column.repeat(fp8.BLOCK, axis=1)[:, None, :outputs]
+        return jnp.sum(products * token[:, :, None] * column, axis=0)
+
+    if steps == 1:
+        return part(0)
+    return lax.fori_loop(0, steps, lambda step, y: y + part(step), jnp.zeros((x.shape[0], outputs), jnp.float32))
 
 
 def _unpacked(x: Array, codes: Array, scale: Array, fmt: NarrowFormat) -> Array:
-    """The weight's rows unpacked tile by tile: at most `TILE` weights are wide at a time."""
-    outputs = codes.shape[0]
-    step = max(TILE // x.shape[-1] // fp8.BLOCK, 1) * fp8.BLOCK  # whole blocks of scales
+    """The weight unpacked tile by tile: at most `TILE` weights are wide at a time."""
+
+    def single(x: Array, codes: Array, scale: Array) -> Array:
+        return _dot(x, fmt.decode(codes, scale).astype(x.dtype))
+
+    return _by_row(partial(_tiled, fmt), single, (x,), codes, scale)
+
+
+def _tiled(fmt: NarrowFormat, x: Array, codes: Array, scale: Array) -> Array:
+    outputs, unit = codes.shape[0], fmt.rows or 1
+    parts = math.gcd(outputs // unit, PARTS) if outputs % unit == 0 else 1
+    height, grain = outputs // parts, math.lcm(unit, 16)
+    step = max(TILE // (x.shape[1] * parts) // grain, 1) * grain
 
     def part(start: Any, size: int) -> Array:
-        ours = lax.dynamic_slice_in_dim(codes, start, size, axis=0)
-        if fmt.rows is None:
-            scales = scale
-        else:
-            scales = lax.dynamic_slice_in_dim(scale, start // fmt.rows, -(-size // fmt.rows), axis=0)
-        return product(x, fmt.decode(ours, scales).astype(x.dtype))
+        """[M, parts, size]."""
+        ours, scales = _rows_of_parts(codes, parts, start, size), scale
+        if fmt.rows is not None:
+            scales = _rows_of_parts(scale, parts, start // unit, -(-size // unit))
+        return _dot(x, fmt.decode(ours, scales).astype(x.dtype)).reshape(x.shape[0], parts, size)
 
-    whole, rest = divmod(outputs, step)
-    parts = []
+    whole, rest = divmod(height, step)
+    y = []
     if whole:
         tiles = lax.map(lambda tile: part(tile * step, step), jnp.arange(whole, dtype=jnp.int32))
-        parts.append(tiles.swapaxes(0, 1).reshape(x.shape[0], whole * step))
+        y.append(jnp.moveaxis(tiles, 0, 2).reshape(x.shape[0], parts, whole * step))
     if rest:
-        parts.append(part(whole * step, rest))
-    return jnp.concatenate(parts, axis=1) if len(parts) > 1 else parts[0]
+        y.append(part(whole * step, rest))
+    return jnp.concatenate(y, axis=2).reshape(x.shape[0], outputs)
+
+
+def _rows_of_parts(matrix: Array, parts: int, start: Any, size: int) -> Array:
+    """The same rows of each of a matrix' equal parts, [parts * size, ...]."""
+    cut = lax.dynamic_slice_in_dim(matrix.reshape(parts, -1, matrix.shape[1]), start, size, axis=1)
+    return cut.reshape(parts * size, -1)
 
 
 def take_rows(codes: Array, scale: Array, format: str, ids: Array) -> Array:

@@ -86,6 +86,19 @@ def test_few_rows_of_whole_blocks(format: str, mode: str, apart: bool, monkeypat
     close(got, activations @ fmt.decode(*fmt.encode(MATRIX[:, :256])).astype(np.float64).T)
 
 
+@pytest.mark.parametrize(("format", "mode"), [("fp8_block", "fp8_group"), ("mxfp4", "wide"), ("fp8_tensor", "wide")])
+def test_many_rows_take_slices_of_even_parts(format: str, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three steps of two blocks each; two tiles of sixteen rows from each of eight parts, and a rest of eight."""
+    monkeypatch.setattr(products, "TILE", 8 * 16 * 768)
+    matrix = np.tile(MATRIX[:160, :256], (2, 3)) * np.linspace(0.5, 2, 768, dtype=np.float32)
+    x = np.tile(X[:, :256], (14, 3))[:40]
+    fmt = NARROW_FORMATS[format]
+    codes, scale = fmt.encode(matrix)
+    got = narrow_product(jnp.asarray(x), jnp.asarray(codes), jnp.asarray(scale), format, mode)
+    activations = x.astype(np.float64) if mode == "wide" else rounded(x, mode)
+    close(got, activations @ fmt.decode(codes, scale).astype(np.float64).T)
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_fake_quantised_activations_are_the_rounded_numbers(mode: str) -> None:
     got = FAKE(jnp.asarray(X), mode, jnp.asarray(STATIC))
