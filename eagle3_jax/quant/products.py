@@ -7,7 +7,6 @@ Dimension letters: M rows of activations, K contracting width, N output width.
 
 import math
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import jax.numpy as jnp
@@ -15,7 +14,7 @@ from jax import Array, lax
 
 from eagle3_jax.errors import Eagle3Error
 from eagle3_jax.quant import fp8, mxfp4
-from eagle3_jax.quant.activations import quantize_activations
+from eagle3_jax.quant.activations import fake_quantize, quantize_activations
 from eagle3_jax.quant.formats import NARROW_FORMATS, NarrowFormat
 
 TILE = 2**22
@@ -23,7 +22,7 @@ TILE = 2**22
 PARTS = 8
 """Equal parts of a matrix of which a loop takes a slice each: devices that share the matrix share every step."""
 FEW = 4
-"""Rows up to which products need no matrix instructions: reading the matrix takes longer."""
+"""Rows up to which a card needs no matrix instructions: reading the matrix takes longer."""
 _SEVERAL = fp8.BLOCK // 4
 """Rows up to which the products of all blocks take no more memory than the codes."""
 _SUMS = 2**29
@@ -43,19 +42,23 @@ def narrow_product(x: Array, codes: Array, scale: Array, format: str, mode: str,
         mode: how the activations are rounded, one that fits the format (see `modes_of`).
         static: the scale of mode "fp8_static".
     """
-    rows = x.reshape(-1, x.shape[-1])
     fmt = NARROW_FORMATS[format]
-    if mode == "wide":
-        y = _unpacked(rows, codes, scale, fmt)
-    elif mode in ("mxfp4", "mxfp8"):
-        y = _scaled_dot(rows, codes, scale, mode)
-    else:
+
+    def whole(rows: Array, codes: Array, scale: Array) -> Array:
+        if mode == "wide":
+            return _unpacked(rows, codes, scale, fmt)
+        if mode in ("mxfp4", "mxfp8"):
+            return _scaled_dot(rows, codes, scale, mode)
         quantized, token_scale = quantize_activations(rows, mode, static, fmt.dtype)
         if mode == "fp8_group":
-            y = _block_product(quantized, token_scale, codes, scale)
-        else:
-            y = product(quantized, codes) * token_scale * scale[:, 0]
-    return y.reshape(*x.shape[:-1], codes.shape[0])
+            return _block_product(quantized, token_scale, codes, scale)
+        return _dot(quantized, codes) * token_scale * scale[:, 0]
+
+    def by_row(rows: Array, codes: Array, scale: Array) -> Array:
+        matrix = fmt.decode(codes, scale).astype(rows.dtype if mode == "wide" else jnp.float32)
+        return _by_row(fake_quantize(rows.astype(jnp.float32), mode, static), matrix)
+
+    return _chosen(whole, by_row, x, codes, scale)
 
 
 def modes_of(format: str) -> tuple[str, ...]:
@@ -95,8 +98,14 @@ def chosen_mode(format: str, wish: str | None, narrow: bool, static: bool = Fals
 
 def product(x: Array, matrix: Array) -> Array:
     """[..., K] times [N, K] -> float32 [..., N]."""
-    y = _by_row(_dot, _dot, (x.reshape(-1, x.shape[-1]),), matrix)
-    return y.reshape(*x.shape[:-1], matrix.shape[0])
+    return _chosen(_dot, _by_row, x, matrix)
+
+
+def _chosen(whole: Callable[..., Array], by_row: Callable[..., Array], x: Array, *matrix: Array) -> Array:
+    """A product of the rows [M, K] of x [..., K], for a few of them the one that suits the platform."""
+    rows = x.reshape(-1, x.shape[-1])
+    y = whole(rows, *matrix) if len(rows) > FEW else lax.platform_dependent(rows, *matrix, cpu=whole, default=by_row)
+    return y.reshape(*x.shape[:-1], y.shape[-1])
 
 
 def _dot(x: Array, matrix: Array) -> Array:
@@ -104,22 +113,14 @@ def _dot(x: Array, matrix: Array) -> Array:
     return lax.dot_general(x, matrix, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
 
 
-def _by_row(
-    whole: Callable[..., Array], single: Callable[..., Array], rows: tuple[Array, ...], *matrix: Array
-) -> Array:
-    """`whole(*rows, *matrix)` of `rows`, arrays [M, ...]; off CPU, if they are few, `single` of each.
+def _by_row(x: Array, matrix: Array) -> Array:
+    """The same as a sum for each row.
 
-    XLA multiplies single rows where the matrix is made, be it cut out of a stack of experts or unpacked, and all of
-    them in one pass. For products of several rows at once it writes the matrix to memory first.
+    XLA's GPU back end takes all these sums in one pass over what the matrix is made of, a slice of a stack of experts
+    or codes. For a product of several rows at once it writes the matrix to memory first.
     """
-    if len(rows[0]) > FEW:
-        return whole(*rows, *matrix)
-
-    def apart(*arrays: Array) -> Array:
-        ours, theirs = arrays[: len(rows)], arrays[len(rows) :]
-        return jnp.concatenate([single(*(x[i : i + 1] for x in ours), *theirs) for i in range(len(rows[0]))])
-
-    return lax.platform_dependent(*rows, *matrix, cpu=whole, default=apart)
+    x, matrix = x.astype(jnp.float32), matrix.astype(jnp.float32)
+    return jnp.stack([jnp.sum(row * matrix, axis=1) for row in x])
 
 
 def _scaled_dot(x: Array, codes: Array, scale: Array, mode: str) -> Array:
@@ -139,15 +140,15 @@ def _block_product(x: Array, token_scale: Array, codes: Array, scale: Array) -> 
     """Sum over blocks of the contracting dimension, each scaled by its token's and its block's scale."""
     (rows, width), outputs = x.shape, codes.shape[0]
     blocks, rest = divmod(width, fp8.BLOCK)
-    inner, y = blocks * fp8.BLOCK, 0.0
+    inner, y = blocks * fp8.BLOCK, jnp.zeros((rows, outputs), jnp.float32)
     if blocks:
         at_once = math.gcd(blocks, PARTS) if PARTS * rows * outputs <= _SUMS else 1
-        sums = partial(_block_sums, blocks if rows <= _SEVERAL else at_once)
-        y = _by_row(sums, sums, (x[:, :inner], token_scale[:, :blocks]), codes[:, :inner], scale[:, :blocks])
+        at_once = blocks if rows <= _SEVERAL else at_once
+        y = _block_sums(at_once, x[:, :inner], token_scale[:, :blocks], codes[:, :inner], scale[:, :blocks])
     if rest:
         column = scale[:, blocks].repeat(fp8.BLOCK)[:outputs]
-        y += product(x[:, inner:], codes[:, inner:]) * token_scale[:, blocks:] * column
-    return jnp.asarray(y)
+        y += _dot(x[:, inner:], codes[:, inner:]) * token_scale[:, blocks:] * column
+    return y
 
 
 def _block_sums(at_once: int, x: Array, token_scale: Array, codes: Array, scale: Array) -> Array:
@@ -173,14 +174,6 @@ def _block_sums(at_once: int, x: Array, token_scale: Array, codes: Array, scale:
 
 def _unpacked(x: Array, codes: Array, scale: Array, fmt: NarrowFormat) -> Array:
     """The weight unpacked tile by tile: at most `TILE` weights are wide at a time."""
-
-    def single(x: Array, codes: Array, scale: Array) -> Array:
-        return _dot(x, fmt.decode(codes, scale).astype(x.dtype))
-
-    return _by_row(partial(_tiled, fmt), single, (x,), codes, scale)
-
-
-def _tiled(fmt: NarrowFormat, x: Array, codes: Array, scale: Array) -> Array:
     outputs, unit = codes.shape[0], fmt.rows or 1
     parts = math.gcd(outputs // unit, PARTS) if outputs % unit == 0 else 1
     height, grain = outputs // parts, math.lcm(unit, 16)

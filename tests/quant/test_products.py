@@ -157,7 +157,7 @@ def test_rows_are_those_of_the_wide_matrix(format: str) -> None:
 @pytest.mark.parametrize("format", ["fp8_tensor", "fp8_channel", "fp8_block"])
 def test_fp8_operands_enter_the_product_narrow(format: str) -> None:
     """What a back end makes of it is its own business; the program has no wide weight."""
-    program = jax.make_jaxpr(lambda x: product(format, modes_of(format)[0], x))(jnp.asarray(X))
+    program = jax.make_jaxpr(lambda x: product(format, modes_of(format)[0], x))(jnp.tile(X, (2, 1)))
     text = str(program)
     assert "f32[264,288]" not in text and "bf16[264,288]" not in text
     assert "dot_general" in text and "preferred_element_type=float32" in text
