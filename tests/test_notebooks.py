@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -19,7 +20,7 @@ each_notebook = pytest.mark.parametrize("name", NAMES)
 
 
 def test_every_notebook_has_a_pair() -> None:
-    assert NAMES == sorted(path.stem for path in FOLDER.glob("*.py")) == ["quickstart", "train_a_draft"]
+    assert NAMES == sorted(path.stem for path in FOLDER.glob("*.py")) == ["fp8_draft", "quickstart", "train_a_draft"]
 
 
 @each_notebook
@@ -65,12 +66,32 @@ def test_the_quickstart_runs(tmp_path: Path) -> None:
     assert "the same tokens: True" in printed and "tokens a round" in printed
 
 
-def test_the_training_notebook_runs_for_a_model_of_ones_own(tmp_path: Path) -> None:
+@pytest.fixture
+def own_target(tmp_path: Path) -> str:
+    """The folder of a tiny target with a tokenizer and a chat template."""
     folder = loading.edited(loading.TARGETS / "llama_tied", tmp_path / "mine")
     tokenizer = Tokenizer(WordLevel({f"t{i}": i for i in range(96)}, unk_token="t6"))
     tokenizer.pre_tokenizer = WhitespaceSplit()
     tokenizer.save(str(folder / "tokenizer.json"))
     template = "t1 t2 {% for message in messages %}{{ message.content }} t3 {% endfor %}t4"
     (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": template, "eos_token": "t95"}))
-    printed = run("train_a_draft", tmp_path, EAGLE3_JAX_TARGET=str(folder))
+    return str(folder)
+
+
+def test_the_training_notebook_runs_for_a_model_of_ones_own(own_target: str, tmp_path: Path) -> None:
+    printed = run("train_a_draft", tmp_path, EAGLE3_JAX_TARGET=own_target)
     assert "tokens a round" in printed and "draft taps hidden states (2, 3, 4)" in printed
+
+
+def test_the_fp8_notebook_runs_for_a_draft_of_ones_own(own_target: str, tmp_path: Path) -> None:
+    draft = loading.DRAFTS / "a_safeailab"
+    printed = run("fp8_draft", tmp_path, EAGLE3_JAX_TARGET=own_target, EAGLE3_JAX_DRAFT=str(draft))
+    # Of float32: a byte each and four a row, or half a byte each and one for 32.
+    assert re.findall(r"^(FP8|FP8, head too|MXFP4) +(\d) layers, .* \((0\.\d\d)", printed, re.MULTILINE) == [
+        ("FP8", "7", "0.27"),
+        ("FP8, head too", "8", "0.27"),
+        ("MXFP4", "7", "0.13"),
+    ]
+    assert "midlayer.mlp.up_proj.weight_scale" in printed and '"fc"' in printed
+    changes = re.findall(r"^([\w, ]+?) +\d\.\d{3} tokens a round, [+-]\d\.\d{3} \[", printed, re.MULTILINE)
+    assert changes == ["FP8 weights", "FP8", "FP8, head too", "MXFP4"]
