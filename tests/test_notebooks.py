@@ -16,6 +16,7 @@ from tokenizers.pre_tokenizers import WhitespaceSplit
 
 FOLDER = Path(__file__).resolve().parents[1] / "notebooks"
 NAMES = sorted(path.stem for path in FOLDER.glob("*.ipynb"))
+OWN_DRAFT = str(loading.DRAFTS / "a_safeailab")
 each_notebook = pytest.mark.parametrize("name", NAMES)
 
 
@@ -60,12 +61,6 @@ def run(name: str, place: Path, **environment: str) -> str:
     return done.stdout
 
 
-@pytest.mark.model
-def test_the_quickstart_runs(tmp_path: Path) -> None:
-    printed = run("quickstart", tmp_path)
-    assert "the same tokens: True" in printed and "tokens a round" in printed
-
-
 @pytest.fixture
 def own_target(tmp_path: Path) -> str:
     """The folder of a tiny target with a tokenizer and a chat template."""
@@ -78,14 +73,18 @@ def own_target(tmp_path: Path) -> str:
     return str(folder)
 
 
+def test_the_quickstart_runs(own_target: str, tmp_path: Path) -> None:
+    printed = run("quickstart", tmp_path, EAGLE3_JAX_TARGET=own_target, EAGLE3_JAX_DRAFT=OWN_DRAFT)
+    assert "the same tokens: True" in printed and "tokens a round" in printed
+
+
 def test_the_training_notebook_runs_for_a_model_of_ones_own(own_target: str, tmp_path: Path) -> None:
     printed = run("train_a_draft", tmp_path, EAGLE3_JAX_TARGET=own_target)
     assert "tokens a round" in printed and "draft taps hidden states (2, 3, 4)" in printed
 
 
 def test_the_fp8_notebook_runs_for_a_draft_of_ones_own(own_target: str, tmp_path: Path) -> None:
-    draft = loading.DRAFTS / "a_safeailab"
-    printed = run("fp8_draft", tmp_path, EAGLE3_JAX_TARGET=own_target, EAGLE3_JAX_DRAFT=str(draft))
+    printed = run("fp8_draft", tmp_path, EAGLE3_JAX_TARGET=own_target, EAGLE3_JAX_DRAFT=OWN_DRAFT)
     # Of float32: a byte each and four a row, or half a byte each and one for 32.
     assert re.findall(r"^(FP8|FP8, head too|MXFP4) +(\d) layers, .* \((0\.\d\d)", printed, re.MULTILINE) == [
         ("FP8", "7", "0.27"),
