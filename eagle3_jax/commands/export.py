@@ -167,12 +167,20 @@ def _summary(report: dict[str, Any]) -> str:
         f"copies of pools {sum(copies['pools'].values())}, of weights {sum(copies['weights'].values())}, "
         f"of single experts {sum(copies['experts'].values())}; "
         f"arrays wider than the weight they are of {sum(report['widened'].values())}",
+        *_shortened(report),
         "collectives: " + _counts(report["collectives"]),
         "library calls: " + _counts(report["library_calls"]),
         "matrix instructions: " + _counts(report["matrix_instructions"]),
         report["note"],
     ]
     return "\n".join(lines)
+
+
+def _shortened(report: dict[str, Any]) -> list[str]:
+    whole = report["all_layers"]
+    if report["program"]["layers"] in (None, whole["layers"]):
+        return []
+    return [f"with all {whole['layers']} layers, by their shapes: weights {whole['weights']}, pools {whole['pools']}"]
 
 
 def _counts(counts: dict[str, int]) -> str:

@@ -186,8 +186,8 @@ def build(program: Program, mesh: Mesh | AbstractMesh) -> Parts:
         prefill_chunk=program.prefill_chunk,
     )
     setup = Setup(target, NoDrafter() if draft is None else Eagle3Drafter(draft), config)
-    target_params = _sharded(abstract_params(target), mesh)
-    draft_params = () if draft is None else _sharded(abstract_params(draft), mesh)
+    target_params = abstract_weights(target, mesh)
+    draft_params = () if draft is None else abstract_weights(draft, mesh)
     params, request = (target_params, draft_params), _request(program, mesh)
 
     def fill(params: Any, *request: Any) -> Any:
@@ -226,7 +226,9 @@ def _at(tree: Any, places: Any) -> Any:
     return jax.tree.map(lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), tree, places)
 
 
-def _sharded(params: Any, mesh: Any) -> Any:
+def abstract_weights(model: Decoder | Eagle3, mesh: Mesh | AbstractMesh) -> Any:
+    """A model's abstract weights, with their shardings."""
+    params = abstract_params(model)
     return _at(params, weight_shardings(params, mesh))
 
 

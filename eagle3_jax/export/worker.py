@@ -1,6 +1,7 @@
 """The process that loads the ROCm compiler: reads job.json in a folder, writes report.json there."""
 
 import ctypes
+import dataclasses
 import importlib.metadata
 import json
 import platform
@@ -19,8 +20,9 @@ from eagle3_jax.errors import Eagle3Error
 from eagle3_jax.export.chips import CHIPS
 from eagle3_jax.export.elf import AMDGPU, Elf
 from eagle3_jax.export.hlo import Module, Shape, counted, hlo_dtype
-from eagle3_jax.export.programs import Parts, Program, lower
+from eagle3_jax.export.programs import Parts, Program, abstract_target, abstract_weights, lower
 from eagle3_jax.export.toolchain import PACKAGE
+from eagle3_jax.models.moe import tile_height
 from eagle3_jax.quant.formats import NARROW_FORMATS
 from eagle3_jax.quant.weight import Weight, named_weights
 from eagle3_jax.sharding import DATA, MODEL, check_mesh
@@ -43,7 +45,8 @@ def main(folder: Path) -> None:
         target_config=chip.target_config(),
     )
     devices = np.array(topology.devices).reshape(data, model)
-    lowered = lower(program, check_mesh(Mesh(devices, (DATA, MODEL))))
+    mesh = check_mesh(Mesh(devices, (DATA, MODEL)))
+    lowered = lower(program, mesh)
     start = time.perf_counter()
     compiled = lowered.stage.compile(compiler_options=job["options"] or None)
     seconds = {**lowered.seconds, "compile": time.perf_counter() - start}
@@ -65,6 +68,8 @@ def main(folder: Path) -> None:
         "stablehlo_sha256": lowered.sha256(),
         **_findings(module, lowered.parts),
         "bytes_per_device": _bytes(compiled.memory_analysis(), lowered.parts, program),
+        "all_layers": _all_layers(lowered.parts, program, mesh),
+        "experts": _experts(lowered.parts, program),
         "matrix_instructions": counted(*(o["matrix_instructions"] for o in objects)),
         "code_objects": objects,
     }
@@ -124,6 +129,29 @@ def _bytes(stats: Any, parts: Parts, program: Program) -> dict[str, int]:
         "outputs": stats.output_size_in_bytes,
         "aliased": stats.alias_size_in_bytes,
     }
+
+
+def _all_layers(parts: Parts, program: Program, mesh: Mesh) -> dict[str, int]:
+    """Bytes on one device of what a shortened model has in all its layers, from shapes alone."""
+    target = abstract_target(dataclasses.replace(program, layers=None))
+    layers, compiled = target.config.num_layers, parts.setup.target.config.num_layers
+    (*pools, draft_pools), weights = parts.pools, abstract_weights(target, mesh)
+    return {
+        "layers": layers,
+        "weights": _tree_bytes((weights, parts.draft_params)),
+        # Every layer's are the same.
+        "pools": _tree_bytes(pools) // compiled * layers + _tree_bytes(draft_pools),
+    }
+
+
+def _experts(parts: Parts, program: Program) -> dict[str, float]:
+    """Rows that an expert multiplies at a time, and at most how many times as many rows as were sent to experts."""
+    moe = getattr(parts.setup.target.config, "moe", None)
+    if moe is None or program.what != "round":
+        return {}
+    assignments = program.batch * (parts.setup.drafts + 1) * moe.top_k
+    height = tile_height(assignments, moe.num_experts)
+    return {"rows": height, "most_products": round(1 + moe.num_experts * (height - 1) / assignments, 3)}
 
 
 def _tree_bytes(tree: Any) -> int:
