@@ -21,7 +21,7 @@ PYTEST_ARGS ?=
 
 VENV_INTEROP := .venv-interop
 # torch is pinned: a newer one may pull several GB of GPU libraries.
-INTEROP_PACKAGES ?= torch==2.13.0 transformers speculators llama-cpp-python
+INTEROP_PACKAGES ?= torch==2.13.0 transformers speculators compressed-tensors llama-cpp-python
 
 .PHONY: help venv model demo test lint types check interop notebooks fp8-draft clean
 .DELETE_ON_ERROR:
