@@ -95,7 +95,8 @@ def corrupted(rows: np.ndarray, share: float, seed: int = 0) -> np.ndarray:
 class Steered(Eagle3Drafter):
     """EAGLE-3 whose cache is kept as ever, but whose proposals come from given rows (as `Oracle`'s).
 
-    Draft params are (EAGLE-3 params, int32 [B, L] rows), so any acceptance can be forced.
+    Draft params are (EAGLE-3 params, int32 [B, L] rows), so any acceptance can be forced. Where a row holds -1 it
+    proposes what EAGLE-3 would.
     """
 
     def extend(self, params: tuple[Any, Any], cache: tuple, rows: Verified, block_size: int) -> tuple:
@@ -104,9 +105,10 @@ class Steered(Eagle3Drafter):
     def propose(
         self, params: tuple[Any, Any], cache: tuple, rows: Verified, length: int, pick: Pick, block_size: int
     ) -> tuple[Array, Array]:
-        _, cache = self.own(params, cache, rows, length, pick, block_size)
+        own, cache = self.own(params, cache, rows, length, pick, block_size)
         index = (rows.start + rows.count)[:, None] + 1 + jnp.arange(length, dtype=jnp.int32)
-        return jnp.take_along_axis(params[0][1], index, axis=1, mode="fill", fill_value=0), cache
+        given = jnp.take_along_axis(params[0][1], index, axis=1, mode="fill", fill_value=0)
+        return jnp.where(given < 0, own, given), cache
 
     def own(
         self, params: tuple[Any, Any], cache: tuple, rows: Verified, length: int, pick: Pick, block_size: int

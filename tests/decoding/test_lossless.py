@@ -1,6 +1,5 @@
 """Speculation changes nothing: every row equals plain decoding, up to near ties of the target's decision."""
 
-import dataclasses
 from functools import partial
 
 import jax
@@ -89,14 +88,17 @@ def test_any_row_with_a_garbage_draft_and_a_half_right_oracle_equals_plain_decod
     draft_model, draft_params = tiny.draft()
     pages, draft_pages = {2: (1, 16), 5: (8, 1)}.get(length, (None, None))
     sizes = {"prefill_chunk": 24, "block_size": 16, "page_size": pages}
-    oracle_config = GenerationConfig(max_new_tokens=NEW, speculation=Chain(length), **sizes)
-    config = dataclasses.replace(oracle_config, draft_page_size=draft_pages)
+    config = GenerationConfig(max_new_tokens=NEW, speculation=Chain(length), **sizes)
+    drafter = tiny.Steered(draft_model, draft_pages)
     for seed in (2 * length, 2 * length + 1):
         expected = plain(seed, sampling)
-        assert_lossless(seed, sampling, expected, drafted(seed, sampling, draft_model, draft_params, config))
         rows = tiny.whole_rows(*tiny.prompts(BATCH, seed=seed), expected.tokens)
-        half_right = jnp.asarray(tiny.corrupted(rows, 0.3, seed))
-        got = drafted(seed, sampling, Oracle(), half_right, oracle_config)
+        # One program for both: the draft's own proposals, and given ones.
+        got = drafted(seed, sampling, drafter, (draft_params, jnp.full(rows.shape, -1, jnp.int32)), config)
+        assert_lossless(seed, sampling, expected, got)
+        assert np.sum(got.stats.accepted) > 0
+        half_right = jnp.asarray(tiny.corrupted(rows, 0.3, seed), jnp.int32)
+        got = drafted(seed, sampling, drafter, (draft_params, half_right), config)
         assert_lossless(seed, sampling, expected, got)
         accepted = np.asarray(got.stats.accepted_per_position).sum(axis=0)
         assert np.all(accepted > 0), "every acceptance length must occur for this test to mean anything"
