@@ -19,10 +19,9 @@ def _set_environment() -> int:
     os.environ["XLA_FLAGS"] = " ".join(flags)
     os.environ["JAX_PLATFORMS"] = "cpu"
     os.environ["JAX_NUMPY_DTYPE_PROMOTION"] = "strict"
-    # No persistent cache: XLA's CPU back end has been seen to crash while it wrote entries late in a long process.
-    # The folder keeps the command line, run in this process, from choosing the user's own.
-    os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"
+    # Test processes share what they compile; small programs are compiled in less time than a file takes.
     os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(TESTS.parent / ".pytest_cache" / "jax"))
+    os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.2")
     return next(int(flag.partition("=")[2]) for flag in flags if flag.startswith(DEVICE_FLAG))
 
 
