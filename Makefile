@@ -53,9 +53,7 @@ demo: venv model
 	@$(BIN)/eagle3-jax bench $(PAIR) $(BENCH_ARGS)
 
 test: venv model
-# Models in processes of their own: XLA has been seen to crash while it compiled them late in a long one.
-	$(BIN)/python -m pytest tests/models -n $(WORKERS) --dist worksteal $(PYTEST_ARGS)
-	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --ignore=tests/multidevice --ignore=tests/interop --ignore=tests/models $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --ignore=tests/multidevice --ignore=tests/interop $(PYTEST_ARGS)
 	@if find tests/multidevice -name 'test_*.py' 2>/dev/null | grep -q .; then \
 		set -x; XLA_FLAGS=--xla_force_host_platform_device_count=$(DEVICES) \
 		$(BIN)/python -m pytest tests/multidevice $(PYTEST_ARGS); \
