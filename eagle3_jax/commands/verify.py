@@ -49,17 +49,18 @@ def run(args: argparse.Namespace) -> int:
             "speculation": chosen_speculation(args, draft),
         }
         rows = [dataclasses.asdict(row) for row in report.rows]
-        print(json.dumps({**head, "ok": report.ok, "equal": report.equal, "rows": rows}))
+        found = {"ok": report.ok, "equal": report.equal, "tolerance": report.tolerance, "rows": rows}
+        print(json.dumps({**head, **found}))
     else:
-        print("\n".join(_describe(row) for row in report.rows))
+        print("\n".join(_describe(row, report.tolerance) for row in report.rows))
     return 0 if report.ok else DIFFERENT
 
 
-def _describe(row: Any) -> str:
+def _describe(row: Any, tolerance: float) -> str:
     if row.equal:
         return f"prompt {row.row}: equal"
     margin = "" if row.margin is None else f", decision margin {row.margin:.2g}"
-    verdict = "within rounding" if row.excused else "NOT the target's token"
+    verdict = f"within rounding (below {tolerance:g})" if row.excused else "NOT the target's token"
     return (
         f"prompt {row.row}: token {row.first_difference} is {row.got}, plain decoding gives {row.expected}"
         f"{margin}: {verdict}"
