@@ -24,6 +24,7 @@ from eagle3_jax.export.portable import export_program
 from eagle3_jax.export.programs import Program, abstract_draft, abstract_target, build, lower
 from eagle3_jax.export.rocm import _reason, compile_for_chip, is_fresh
 from eagle3_jax.quant.weight import named_weights
+from eagle3_jax.sharding import abstract_mesh
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
@@ -84,6 +85,15 @@ def test_what_a_round_carries_is_donated_and_the_pools_are_the_caches(program: P
     # 2 rows of one block of 32 slots; keys and values of 2 heads a layer, and of the draft's layer.
     assert shapes == [(64, 4, 8)] * 4
     assert build(dataclasses.replace(program, what="prefill"), mesh).donated is None
+
+
+def test_on_a_mesh_the_pools_lie_as_the_loop_lays_them(program: Program) -> None:
+    parts = build(dataclasses.replace(program, mesh=(2, 2)), abstract_mesh(2, 2))
+    places = [(pool.shape, pool.sharding.shard_shape(pool.shape)) for pool in jax.tree.leaves(parts.pools)]
+    # Rows over "data", heads over "model"; keys and values of a head side by side.
+    assert places == [((64, 2, 16), (32, 1, 16))] * 4
+    head = parts.target_params["head"]["weight"].value
+    assert head.sharding.shard_shape(head.shape) == (20, 24)
 
 
 def test_narrow_formats_go_to_all_matrices_but_the_kept(program: Program) -> None:
