@@ -1,6 +1,7 @@
 """The real model: SmolLM2-135M-Instruct with the shipped draft, against text another implementation wrote."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from xla import SHIPPED
 
 import eagle3_jax as e3
 from eagle3_jax.decoding.verify import compare, decision_margin
+from eagle3_jax.quant.weight import named_weights
 
 pytestmark = pytest.mark.model
 
@@ -34,37 +36,57 @@ def draft(target: Any) -> Any:
 
 
 @pytest.fixture(scope="module")
+def fp8_draft(target: Any) -> Any:
+    return e3.load_draft("smollm2-135m-eagle3-fp8", target)
+
+
+@pytest.fixture(scope="module")
 def both_ways(target: Any, draft: Any) -> Any:
-    """Generates with and without the draft: (prompts, sampling) -> (plain, speculative)."""
+    """Generates without and with drafts: (prompts, sampling) -> (plain, speculative, ...)."""
     plain = jax.jit(e3.generate, static_argnames=("model", "config"), compiler_options=SHIPPED)
     speculate = jax.jit(
         e3.speculative_generate,
         static_argnames=("target_model", "draft_model", "config"),
         compiler_options=SHIPPED,
     )
-    models = {"target_model": target.model, "draft_model": draft.model, "config": CONFIG}
 
-    def run(ids: Any, lengths: Any, keys: Any, sampling: e3.Sampling) -> tuple[Any, Any]:
+    def drafted(draft: Any, *given: Any) -> Any:
+        models = {"target_model": target.model, "draft_model": draft.model, "config": CONFIG}
+        return speculate(target.params, draft.params, *given, **models)
+
+    def run(
+        ids: Any, lengths: Any, keys: Any, sampling: e3.Sampling, drafts: Sequence[Any] = (draft,)
+    ) -> tuple[Any, ...]:
         given = (ids, lengths, keys, sampling)
-        return (
-            plain(target.params, *given, model=target.model, config=CONFIG),
-            speculate(target.params, draft.params, *given, **models),
-        )
+        expected = plain(target.params, *given, model=target.model, config=CONFIG)
+        return expected, *(drafted(draft, *given) for draft in drafts)
 
     return run
 
 
-def test_greedy_text_is_that_of_transformers_with_and_without_the_draft(
-    written: list[dict[str, Any]], target: Any, both_ways: Any
+def test_greedy_text_is_that_of_transformers_with_and_without_drafts(
+    written: list[dict[str, Any]], target: Any, draft: Any, fp8_draft: Any, both_ways: Any
 ) -> None:
     ids, lengths = e3.encode_ids(target, [prompt["prompt_ids"] for prompt in written])
     sampling = e3.Sampling.make(len(written), eos_ids=target.eos_ids)
-    for out in both_ways(ids, lengths, e3.row_keys(0, len(written)), sampling):
+    plain, *drafted = both_ways(ids, lengths, e3.row_keys(0, len(written)), sampling, (draft, fp8_draft))
+    for out in (plain, *drafted):
         for b, prompt in enumerate(written):
             n = int(out.lengths[b])
             assert np.asarray(out.tokens[b, :n]).tolist() == prompt["output_ids"], prompt["name"]
             assert int(out.finish_reason[b]) == {"stop": 1, "length": 2}[prompt["finish_reason"]]
-    assert out.stats.accepted.sum() > 0, "a draft that never helps would pass the rest unseen"
+    accepted = [int(out.stats.accepted.sum()) for out in drafted]
+    assert min(accepted) > 0.8 * max(accepted) > 0, "a draft that never helps would pass the rest unseen"
+
+
+def test_the_fp8_draft_widens_to_the_other_ones_program(target: Any, draft: Any, fp8_draft: Any) -> None:
+    narrow = e3.load_draft("smollm2-135m-eagle3-fp8", target, widen=False)
+    formats = [weight.format for weight in named_weights(narrow.params).values()]
+    assert formats.count("fp8_channel") == 7 and narrow.model.config.weights.activations
+    assert fp8_draft.model == draft.model
+    wide, rounded = (named_weights(loaded.params) for loaded in (draft, fp8_draft))
+    same = {path for path in wide if np.array_equal(wide[path].value, rounded[path].value)}
+    assert same == {path for path in wide if path.partition("/")[0] not in ("attention", "mlp")}
 
 
 def test_sampled_text_is_the_same_with_and_without_the_draft(
