@@ -23,11 +23,11 @@ VENV_INTEROP := .venv-interop
 # torch is pinned: a newer one may pull several GB of GPU libraries.
 INTEROP_PACKAGES ?= torch==2.13.0 transformers speculators compressed-tensors llama-cpp-python
 
-.PHONY: help venv model demo test lint types check interop notebooks fp8-draft clean
+.PHONY: help venv model demo test lint types check interop notebooks fp8-draft rocm-report rocm-check clean
 .DELETE_ON_ERROR:
 
 help:
-	@echo "targets: venv model demo test fuzz lint types check interop notebooks fp8-draft clean"
+	@echo "targets: venv model demo test fuzz lint types check interop notebooks fp8-draft rocm-report rocm-check clean"
 
 # Stamp files: pip runs again only when pyproject.toml changed or the environment is gone.
 venv: $(VENV)/.stamp
@@ -73,13 +73,9 @@ types: venv
 check: lint types test
 
 # Against other implementations (torch, speculators, llama.cpp): heavy, so apart from `check`.
-interop:
-	@if find tests/interop -name 'test_*.py' 2>/dev/null | grep -q .; then \
-		$(MAKE) --no-print-directory $(VENV_INTEROP)/.stamp && \
-		HF_HUB_OFFLINE=1 $(VENV_INTEROP)/bin/python -m pytest tests/interop $(PYTEST_ARGS); \
-	else \
-		echo "no tests in tests/interop"; \
-	fi
+interop: $(VENV_INTEROP)/.stamp
+	HF_HUB_OFFLINE=1 $(VENV_INTEROP)/bin/python -m pytest tests/interop $(PYTEST_ARGS)
+	PYTHONPATH=tests $(VENV_INTEROP)/bin/python tests/interop/rates.py --speculation $(SPECULATION)
 
 $(VENV_INTEROP)/.stamp: pyproject.toml
 	@echo "installing into $(VENV_INTEROP) (large)"
@@ -90,34 +86,41 @@ $(VENV_INTEROP)/.stamp: pyproject.toml
 	@$(VENV_INTEROP)/bin/python -m pip --quiet uninstall --yes torchvision torchaudio
 	@touch $@
 
-# Made of the bfloat16 draft, and made again whenever that one changes: a test compares them.
-fp8-draft: venv
-	$(BIN)/eagle3-jax quantize --draft smollm2-135m-eagle3 --scheme ptpc_fp8 --out configs/drafts/smollm2-135m-eagle3-fp8
-
 # The text pairs are what is edited.
 notebooks: venv
 	$(BIN)/jupytext --to ipynb --update notebooks/*.py
 
-# Compiled for gfx950 without a card (docs/rocm.md). Targets too large for one card are shortened to their first layers.
+# Made of the bfloat16 draft, and made again whenever that one changes: a test compares them.
+fp8-draft: venv
+	$(BIN)/eagle3-jax quantize --draft smollm2-135m-eagle3 --scheme ptpc_fp8 --out configs/drafts/smollm2-135m-eagle3-fp8
+
+# Compiled for gfx950 without a card (docs/rocm.md); on one core some ten minutes.
 ROCM_EXPORT := $(BIN)/eagle3-jax export --target-chip gfx950
 ROCM_REPORTS := docs/rocm
-# 64 requests of 2,304 tokens. A draft with 64 heads for keys and values has a cache that allows 32.
-ROCM_LOAD := --prompt-tokens 1152 --max-new-tokens 1152 --batch
-LLAMA := --target llama-3.1-8b --draft new --draft-set draft_vocab_size=32000 $(ROCM_LOAD) 64
-KIMI := --target kimi-k2.5 --layers 2 --target-format mxfp4 --target-keep '.*attention.*' $(ROCM_LOAD) 32 \
-	--draft new --draft-set taps=[0,1,2] --draft-set intermediate_size=12288
-MINIMAX := --target minimax-m2.5 --layers 1 --target-format fp8_block $(ROCM_LOAD) 64 --draft new --draft-set taps=[0,1]
+# 64 requests of 2,304 tokens.
+ROCM_LOAD := --batch 64 --prompt-tokens 1152 --max-new-tokens 1152 --draft new
+LLAMA := --target llama-3.1-8b $(ROCM_LOAD) --draft-set draft_vocab_size=32000 --draft-format fp8_channel
+# The first layer is dense; all others are like the second.
+KIMI := --target kimi-k2.5 --layers 2 --target-format mxfp4 --target-keep '.*attention.*' $(ROCM_LOAD) \
+	--draft-set taps=[0,1,2] --draft-set intermediate_size=12288
+MINIMAX := --target minimax-m2.5 --target-format fp8_block $(ROCM_LOAD) --topology 1x1x4
 
 rocm-report: venv
 	@mkdir -p $(ROCM_REPORTS)
 	$(ROCM_EXPORT) --what generate --target smollm2-135m --report $(ROCM_REPORTS)/smollm2-plain.json
 	$(ROCM_EXPORT) --what generate $(PAIR) --report $(ROCM_REPORTS)/smollm2-draft.json
-	$(ROCM_EXPORT) $(LLAMA) --draft-format fp8_channel --report $(ROCM_REPORTS)/llama-3.1-8b-fp8-draft.json
-	$(ROCM_EXPORT) $(KIMI) --report $(ROCM_REPORTS)/kimi-k2.5-2-layers.json
-	$(ROCM_EXPORT) $(KIMI) --draft-format fp8_channel --report $(ROCM_REPORTS)/kimi-k2.5-2-layers-fp8-draft.json
-	$(ROCM_EXPORT) --target minimax-m2.5 --target-format fp8_block $(ROCM_LOAD) 64 --report $(ROCM_REPORTS)/minimax-m2.5-plain.json
-	$(ROCM_EXPORT) $(MINIMAX) --report $(ROCM_REPORTS)/minimax-m2.5-1-layer.json
-	$(ROCM_EXPORT) $(MINIMAX) --gemm-tile 64x64x64 --report $(ROCM_REPORTS)/minimax-m2.5-1-layer-tiled.json
+	$(ROCM_EXPORT) $(LLAMA) --report $(ROCM_REPORTS)/llama-3.1-8b-fp8-draft.json
+	for cards in 4 8; do \
+		$(ROCM_EXPORT) $(KIMI) --topology 1x1x$$cards --report $(ROCM_REPORTS)/kimi-k2.5-tp$$cards.json && \
+		$(ROCM_EXPORT) $(KIMI) --topology 1x1x$$cards --draft-format fp8_channel \
+			--report $(ROCM_REPORTS)/kimi-k2.5-tp$$cards-fp8-draft.json || exit 1; \
+	done
+	$(ROCM_EXPORT) $(MINIMAX) --report $(ROCM_REPORTS)/minimax-m2.5-tp4.json
+	$(ROCM_EXPORT) $(MINIMAX) --layers 2 --draft-set taps=[0,1,2] --gemm-tile 64x64x64 \
+		--report $(ROCM_REPORTS)/minimax-m2.5-tp4-tiled.json
+
+rocm-check: venv model
+	$(BIN)/eagle3-jax export --check $(ROCM_REPORTS)/*.json
 
 clean:
 	rm -rf $(VENV) $(VENV_INTEROP) build dist .pytest_cache .ruff_cache .hypothesis
