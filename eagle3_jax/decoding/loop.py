@@ -36,6 +36,7 @@ from eagle3_jax.decoding.sampling import (
     is_stop,
     log_probability,
     noise_if_sampled,
+    noise_of,
     temper,
     truncate,
 )
@@ -108,7 +109,7 @@ def _pick(
     target_ids: Array | None,
 ) -> Array:
     """The draft's own draw with the target's noise: logits [B, Vd] -> int32 [B] target ids."""
-    shared = noise[:, j] if target_ids is None else jnp.take(noise[:, j], target_ids, axis=1, mode="clip")
+    shared = noise[:, j] if target_ids is None else noise_of(noise[:, j], target_ids, sampling)
     z = truncate(temper(logits[:, None], sampling), sampling, transforms)
     ids = draw(z, shared[:, None], sampling)[:, 0]
     ids = jnp.minimum(ids, logits.shape[-1] - 1)

@@ -234,6 +234,18 @@ def noise_if_sampled(keys: Array, indices: Array, vocab_size: int, sampling: Sam
     )
 
 
+def noise_of(noise: Array, ids: Array, sampling: Sampling) -> Array:
+    """A draft's tokens' part of the noise: [B, V] and the target's ids of them, int32 [Vd] -> [B, Vd].
+
+    Zeros when every row is greedy: on a mesh, the parts of the vocabulary lie apart.
+    """
+    return lax.cond(
+        in_step(jnp.any(sampling.temperature > 0)),
+        lambda: jnp.take(noise, ids, axis=1, mode="clip"),
+        lambda: jnp.zeros((noise.shape[0], ids.shape[0]), noise.dtype),
+    )
+
+
 def adjust(
     logits: Array,
     sampling: Sampling,
