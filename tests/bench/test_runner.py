@@ -35,6 +35,7 @@ def test_the_report_is_the_contract(
         prompts,
     ]
     argv += ["--speculation", "chain:1", "--max-new-tokens", 8, "--repeats", 2, "--concurrency", "2,1"]
+    argv += ["--cache-format", "fp8", "--draft-page-size", 8]
     code = cli.main([*map(str, argv), "--json", "--out", str(out), "--plot", str(tmp_path / "curve.png")])
     captured = capsys.readouterr()
     assert code == 0, captured.err
@@ -56,6 +57,7 @@ def test_the_report_is_the_contract(
         *("mean_acceptance_length", "acceptance_per_position", "runs"),
     ]
     assert [cell[key] for key in ("prompts", "speculation", "concurrency")] == ["ids", "chain:1", 2]
+    assert (cell["cache_format"], cell["draft_cache_format"]) == ("fp8", None)
     assert len(cell["acceptance_per_position"]) == 1
     assert list(cell["ratio_to_plain"]) == ["min", "median", "max"]
     ratios = [run["tokens_per_second"] / run["plain_tokens_per_second"] for run in cell["runs"]]

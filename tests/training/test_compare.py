@@ -102,6 +102,7 @@ def test_one_command_prints_acceptance_and_bytes(tmp_path: Path, capsys: pytest.
     plain = DRAFTS / "a_safeailab"
     line = ["evaluate", "--target", str(TARGETS / "llama_tied"), "--draft", str(plain), "--compare", str(QUARK)]
     line += ["--prompts", str(prompts), "--speculation", "chain:2", "--max-new-tokens", "8"]
+    line += ["--draft-cache-format", "fp8"]
     assert main([*line, "--json"]) == 0
     report: dict[str, Any] = json.loads(capsys.readouterr().out)
     assert [entry["draft"] for entry in report["drafts"]] == [str(plain), str(QUARK)]
@@ -115,6 +116,7 @@ def test_one_command_prints_acceptance_and_bytes(tmp_path: Path, capsys: pytest.
     assert (narrow["quantized"], narrow["quantized_as_bfloat16"]) == (taken, wide_bytes)
     assert len(shapes) == 7 and narrow["ratio"] == pytest.approx(taken / wide_bytes)
     (cell,) = report["comparison"]
+    assert [found["draft_cache_format"] for found in cell["drafts"]] == ["fp8", "fp8"]
     assert set(cell["drafts"][1]["difference"]) == {"mean_acceptance_length", "acceptance_per_position"}
     assert len(cell["drafts"][1]["difference"]["acceptance_per_position"]) == 2
     assert main(line) == 0
