@@ -30,6 +30,7 @@ from eagle3_jax.models.eagle3 import Eagle3, shared_weights
 from eagle3_jax.models.layers import apply, positions_of
 from eagle3_jax.quant.quantize import KEPT, dequantize_tree, quantize_tree
 from eagle3_jax.quant.weight import formats_of
+from eagle3_jax.sharding import mesh_of, shard_weights
 from eagle3_jax.text import Message
 
 SMALLEST_BUCKET = 32
@@ -146,7 +147,7 @@ def _with_params(model: Any, change: Callable[[Any], Any]) -> Any:
     """A target or draft with changed weights and a config that describes them; or the changed tree alone."""
     if not isinstance(model, Target | Draft):
         return change(model)
-    params, config = change(model.params), model.model.config
+    params, config = shard_weights(change(model.params), mesh_of(model.params)), model.model.config
     module: Any = type(model.model)
     described = module(dataclasses.replace(config, weights=formats_of(params, config.weights)))
     return dataclasses.replace(model, model=described, params=params)
@@ -341,7 +342,7 @@ def _propose(
         return best if target_ids is None else target_ids[best]
 
     drafter = Eagle3Drafter(model)
-    cache = drafter.make_cache(batch * blocks * _BLOCK_SIZE)
+    cache = drafter.make_cache(batch * blocks * _BLOCK_SIZE, mesh_of(params))
     ids, _ = drafter.propose((params, target_params), cache, rows, n, pick, _BLOCK_SIZE)
     return ids, jnp.stack(recorded, axis=1)
 
