@@ -138,7 +138,7 @@ def load_target(args: argparse.Namespace) -> "Target":
     import eagle3_jax as e3
     from eagle3_jax.sharding import make_mesh
 
-    mesh = None if args.mesh is None else make_mesh(*args.mesh)
+    mesh = None if args.mesh in (None, (1, 1)) else make_mesh(*args.mesh)
     return e3.load_target(args.target, dtype=args.dtype, widen=args.widen, activations=args.activations, mesh=mesh)
 
 
