@@ -78,7 +78,7 @@ def main(folder: Path) -> None:
 
 
 def code_objects(folder: Path) -> list[dict[str, Any]]:
-    """The code objects that the compiler left in a folder, in the order of their kernels' names."""
+    """The code objects that the compiler left in a folder, those together that differ in their kernels' names only."""
     found = []
     for path in folder.glob("*.hsaco"):
         elf = Elf(path)
@@ -92,7 +92,29 @@ def code_objects(folder: Path) -> list[dict[str, Any]]:
                 "matrix_instructions": counted(_MATRIX_INSTRUCTION.findall(optimised)),
             }
         )
-    return sorted(found, key=lambda entry: entry["kernels"])
+    return grouped(found)
+
+
+def grouped(objects: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Code objects of the same machine, target and kinds of matrix instructions as one entry, with their number.
+
+    Example:
+        >>> grouped([{"kernels": [name], "mach": 79, "matrix_instructions": {}} for name in "ba"])
+        [{'objects': 2, 'kernels': ['a', 'b'], 'mach': 79, 'matrix_instructions': {}}]
+    """
+    kinds: dict[Any, list[dict[str, Any]]] = {}
+    for entry in objects:
+        same = {name: value for name, value in entry.items() if name not in ("kernels", "matrix_instructions")}
+        kinds.setdefault((*sorted(same.items()), *sorted(entry["matrix_instructions"])), []).append(entry)
+    return [
+        {
+            "objects": len(members),
+            **members[0],
+            "kernels": sorted(name for entry in members for name in entry["kernels"]),
+            "matrix_instructions": counted(*(entry["matrix_instructions"] for entry in members)),
+        }
+        for _, members in sorted(kinds.items(), key=lambda item: -len(item[1]))
+    ]
 
 
 def _findings(module: Module, parts: Parts) -> dict[str, Any]:
