@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.core
 import numpy as np
 from jax import Array
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
@@ -227,8 +228,9 @@ def on_host(tree: Any) -> Any:
     """
 
     def copy(x: Any) -> np.ndarray:
-        if isinstance(x, jax.Array) and not (x.is_fully_addressable or x.is_fully_replicated):
-            x = jax.jit(lambda x: x, out_shardings=NamedSharding(x.sharding.mesh, PartitionSpec()))(x)
+        place = getattr(x, "sharding", None)
+        if isinstance(place, NamedSharding) and not (x.is_fully_addressable or x.is_fully_replicated):
+            x = jax.jit(lambda x: x, out_shardings=NamedSharding(place.mesh, PartitionSpec()))(x)
         return np.asarray(x)
 
     return jax.tree.map(copy, tree)

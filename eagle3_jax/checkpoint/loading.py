@@ -172,7 +172,8 @@ def _read_weight(parts: list[StoredMatrix], place: Place, weight: Weight, config
             input_scale = np.stack(scales) if stacked else scales[0]
     if format is not None and narrow:
         value, scale = _read_codes(parts, place, weight, config)
-        return Weight(value, scale, format, "nk", weight.axes, input_scale, mode)
+        described = Weight(weight.value, None, format, "nk", weight.axes, None, mode)
+        return dataclasses.replace(described, value=value, scale=scale, input_scale=input_scale)
     value = _read_values(parts, place, weight, config)
     return dataclasses.replace(weight, value=value, input_scale=input_scale, activations=mode)
 

@@ -45,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Train to the last step and save the draft."""
     from eagle3_jax.plots import check_plotting, draw_training
-    from eagle3_jax.sharding import mesh_of
+    from eagle3_jax.sharding import make_mesh
     from eagle3_jax.training.trainer import TrainConfig, read_metrics, train
 
     config = read_config(args, TrainConfig)
@@ -53,7 +53,8 @@ def run(args: argparse.Namespace) -> int:
         check_plotting()
     target = load_target(args)
     chats = read_data(args.data, target)
-    train(target, chats, config, args.out, args.features, args.resume, mesh=mesh_of(target.params))
+    mesh = None if args.mesh is None else make_mesh(*args.mesh)
+    train(target, chats, config, args.out, args.features, args.resume, mesh=mesh)
     if args.plot is not None:
         draw_training(read_metrics(args.out), args.plot)
     draft = str(Path(args.out) / "draft")

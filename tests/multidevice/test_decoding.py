@@ -37,7 +37,7 @@ def draft_run(name: str, params: Any, draft_params: Any) -> tuple[Generation, st
     """The generation and the program's text."""
     models = {"target_model": short_target(name)[0], "draft_model": short_draft(name)[0], "config": CONFIG}
     program = drafted.lower(params, draft_params, *request(), **models).compile()
-    return drafted(params, draft_params, *request(), **models), program.as_text()
+    return drafted(params, draft_params, *request(), **models), program.as_text() or ""
 
 
 def exchanges(program: str) -> set[tuple[str, tuple[int, ...], bool]]:
