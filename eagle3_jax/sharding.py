@@ -151,10 +151,10 @@ def keep_heads(x: Array) -> Array:
     every step from here on.
     """
     mesh = mesh_of(x)
-    if mesh is None:
-        return x
     parts, free = axis_size(mesh, MODEL), PartitionSpec.UNCONSTRAINED
-    heads = MODEL if parts > 1 and x.shape[2] % parts == 0 else None
+    if mesh is None or parts == 1:
+        return x
+    heads = MODEL if x.shape[2] % parts == 0 else None
     return keep(x, NamedSharding(mesh, PartitionSpec(free, free, heads, None)))
 
 

@@ -1,6 +1,7 @@
 """Plain and speculative decoding over a mesh give the tokens of one device, in every family."""
 
 import re
+from functools import partial
 from typing import Any
 
 import jax
@@ -9,9 +10,11 @@ import numpy as np
 import pytest
 from shortened import short_draft, short_target
 
+from eagle3_jax.cache.paged import make_pools
 from eagle3_jax.decoding.loop import Generation, generate, speculative_generate
 from eagle3_jax.decoding.request import Chain, GenerationConfig
 from eagle3_jax.decoding.sampling import Sampling, row_keys
+from eagle3_jax.errors import Eagle3Error
 from eagle3_jax.sharding import make_mesh, shard_weights
 
 FAMILIES = ("llama_tied", "qwen3", "qwen3_moe", "minimax_m2", "gpt_oss", "deepseek_v3_kimi")
@@ -80,3 +83,12 @@ def _check_program(name: str, program: str) -> None:
         assert (shape[0:1], shape[2:]) not in pools, (kind, shape)
         assert drawing or not {c.vocab_size, draft.draft_vocab_size}.intersection(shape), (kind, shape)
         assert c.moe is None or {c.hidden_size, c.moe.intermediate_size} != set(shape[-2:]), (kind, shape)
+
+
+def test_the_bound_of_a_pool_holds_for_a_device_s_part() -> None:
+    for mesh in (make_mesh(1, 8), make_mesh(2, 4)):
+        pools = jax.eval_shape(partial(make_pools, 1, 2**20, 2**6, 2**5, "float32", mesh=mesh))
+        assert pools[0].shape == (2**20, 2**6, 2**5)
+        # Three heads lie whole on every device.
+        with pytest.raises(Eagle3Error, match=r"1048576 x 3 x 1024 elements passes 2\*\*31"):
+            make_pools(1, 2**20, 3, 2**10, "float32", mesh=mesh)
