@@ -83,7 +83,7 @@ def test_what_a_round_carries_is_donated_and_the_pools_are_the_caches(program: P
     assert parts.donated == 2
     shapes = [pool.shape for pool in jax.tree.leaves(parts.pools)]
     # 2 rows of one block of 32 slots; keys and values of 2 heads a layer, and of the draft's layer.
-    assert shapes == [(64, 4, 8)] * 4
+    assert shapes == [(64, 2, 16)] * 4
     assert build(dataclasses.replace(program, what="prefill"), mesh).donated is None
 
 

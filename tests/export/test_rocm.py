@@ -88,12 +88,11 @@ def test_the_chips_differ_in_the_8_bit_floats_that_their_matrix_instructions_tak
 
 def test_experts_in_fp8_on_four_cards_are_multiplied_where_they_lie() -> None:
     """A round of a layer of Qwen3-30B-A3B: no expert is cut out of its stack, and no matrix gathered or widened."""
-    changes = {"what": "round", "target": "qwen3-30b-a3b", "layers": 1, "batch": 32, "target_format": "fp8_block"}
-    settings = {"taps": (0, 1), "draft_vocab_size": 8192}
-    report = compile_for_chip(dataclasses.replace(LOOP, **changes, draft_settings=settings, mesh=(1, 4)))
+    program = Program("round", "qwen3-30b-a3b", batch=160, target_format="fp8_block", layers=1, mesh=(1, 4))
+    report = compile_for_chip(program)
     assert report["copies"] == {"pools": {}, "weights": {}, "experts": {}} and report["widened"] == {}
     assert not {"all-gather", "all-to-all", "collective-permute"} & set(report["collectives"])
-    # 32 rows of 5 tokens go to 8 of 128 experts each: tiles of 4 rows, padded by at most 3 in each expert.
+    # 160 tokens go to 8 of 128 experts each: tiles of 4 rows, padded by at most 3 in each expert.
     assert report["experts"] == {"rows": 4, "most_products": 1.3}
     h, width, experts, layers = 2048, 128, 128, 48
     sizes, whole = report["bytes_per_device"], report["all_layers"]
@@ -102,8 +101,8 @@ def test_experts_in_fp8_on_four_cards_are_multiplied_where_they_lie() -> None:
     assert whole["layers"] == layers
     a_layer = codes + codes // 128**2 * 4 + 2 * h * experts + 4 * (2 * h + 2 * width)
     assert whole["weights"] - sizes["weights"] == (layers - 1) * a_layer
-    # 32 rows of 128 tokens; keys and values of one head of 128 a layer on each card, and the draft's.
-    cached = 32 * 128 * 2 * width * 2
+    # Rows of 256 tokens; keys and values of one head of 128 a layer on each card.
+    cached = 160 * 256 * 2 * width * 2
     assert whole["pools"] - sizes["pools"] == (layers - 1) * cached
 
 
