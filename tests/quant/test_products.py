@@ -6,6 +6,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from jax import Array
+from xla import SHIPPED
 
 from eagle3_jax.quant import products
 from eagle3_jax.quant.activations import MODES, fake_quantize
@@ -16,7 +17,7 @@ RNG = np.random.default_rng(0)
 MATRIX = RNG.standard_normal((264, 288)).astype(np.float32)  # [N, K]; blocks of 128 are ragged on both sides
 X = RNG.standard_normal((3, 288)).astype(np.float32) * np.float32([[1.0], [300.0], [1e-4]])
 STATIC = np.float32(0.7)
-FAKE = jax.jit(fake_quantize, static_argnums=1)
+FAKE = jax.jit(fake_quantize, static_argnums=1, compiler_options=SHIPPED)
 ROWS = jax.jit(take_rows, static_argnums=2)
 PAIRS = [(format, mode) for format in NARROW_FORMATS for mode in modes_of(format)]
 
@@ -55,7 +56,7 @@ def product(format: str, mode: str, x: Array) -> Array:
     return narrow_product(x, codes, scale, format, mode, jnp.asarray(STATIC))
 
 
-PRODUCT = jax.jit(product, static_argnums=(0, 1))
+PRODUCT = jax.jit(product, static_argnums=(0, 1), compiler_options=SHIPPED)
 
 
 def close(got: Array, want: np.ndarray) -> None:
