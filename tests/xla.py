@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 # What users get, and what tests compile with. Most of the suite's time was XLA's; with the older emitters and without
-# LLVM's optimisation it is less than half. Results differ by rounding, but for one fault: the older emitters turn small
-# negative numbers into NaN where they cast to e4m3fnuz.
+# LLVM's optimisation it is less than half. Results differ by rounding, but for one fault: the older emitters turn
+# small negative numbers into NaN where they cast to e4m3fnuz.
 OPTIONS = {
     "xla_backend_optimization_level": (3, 0),
     "xla_cpu_use_fusion_emitters": (True, False),

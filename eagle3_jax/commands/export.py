@@ -159,10 +159,10 @@ def _check(paths: list[str]) -> int:
 
 
 def _summary(report: dict[str, Any]) -> str:
-    sizes, copies = report["bytes_per_device"], report["copies"]
+    sizes, copies, chip = report["bytes_per_device"], report["copies"], report["chip"]
+    objects = sum(entry["objects"] for entry in report["code_objects"])
     lines = [
-        f"{sum(entry['objects'] for entry in report['code_objects'])} code objects for {report['chip']['isa']} ({report['chip']['spec']}) "
-        f"in {report['seconds']['compile']} s",
+        f"{objects} code objects for {chip['isa']} ({chip['spec']}) in {report['seconds']['compile']} s",
         "bytes a device: " + ", ".join(f"{name} {sizes[name]}" for name in ("weights", "pools", "temporaries")),
         f"copies of pools {sum(copies['pools'].values())}, of weights {sum(copies['weights'].values())}, "
         f"of single experts {sum(copies['experts'].values())}; "
