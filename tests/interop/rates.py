@@ -15,7 +15,6 @@ from functools import partial
 from pathlib import Path
 
 import jax
-import numpy as np
 from llamacpp import greedy, load, write_float32
 
 import eagle3_jax as e3
@@ -23,6 +22,7 @@ from eagle3_jax.bench.runner import machine
 from eagle3_jax.bench.workloads import load_workload
 from eagle3_jax.checkpoint.registry import locate
 from eagle3_jax.commands.options import encode_workload
+from eagle3_jax.decoding.batches import unpad_rows
 from eagle3_jax.decoding.request import parse_speculation
 
 NEW = 96
@@ -37,7 +37,7 @@ def main() -> None:
     target = e3.load_target("smollm2-135m")
     draft = e3.load_draft("smollm2-135m-eagle3", target)
     ids, lengths = encode_workload(load_workload("dev"), target)
-    prompts = [row[:length].tolist() for row, length in zip(np.asarray(ids), np.asarray(lengths), strict=True)]
+    prompts = unpad_rows(ids, lengths)
     sampling = e3.Sampling.make(1, ignore_eos=True)
     config = e3.GenerationConfig(max_new_tokens=NEW, speculation=args.speculation, transforms=())
     run_plain = jax.jit(e3.generate, static_argnames=("model", "config"))
