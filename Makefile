@@ -94,15 +94,14 @@ notebooks: venv
 fp8-draft: venv
 	$(BIN)/eagle3-jax quantize --draft smollm2-135m-eagle3 --scheme ptpc_fp8 --out configs/drafts/smollm2-135m-eagle3-fp8
 
-# Compiled for gfx950 without a card (docs/rocm.md); on one core some ten minutes.
+# Compiled for gfx950 without a card (docs/rocm.md); on one core some twenty minutes.
 ROCM_EXPORT := $(BIN)/eagle3-jax export --target-chip gfx950
 ROCM_REPORTS := docs/rocm
 # 64 requests of 2,304 tokens.
 ROCM_LOAD := --batch 64 --prompt-tokens 1152 --max-new-tokens 1152 --draft new
 LLAMA := --target llama-3.1-8b $(ROCM_LOAD) --draft-set draft_vocab_size=32000 --draft-format fp8_channel
-# The first layer is dense; all others are like the second.
-KIMI := --target kimi-k2.5 --layers 2 --target-format mxfp4 --target-keep '.*attention.*' $(ROCM_LOAD) \
-	--draft-set taps=[0,1,2] --draft-set intermediate_size=12288
+KIMI := --target kimi-k2.5 --target-format mxfp4 --target-keep '.*attention.*' $(ROCM_LOAD) \
+	--draft-set intermediate_size=12288
 MINIMAX := --target minimax-m2.5 --target-format fp8_block $(ROCM_LOAD) --topology 1x1x4
 
 rocm-report: venv

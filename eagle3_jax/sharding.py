@@ -196,6 +196,20 @@ def in_step(value: Array) -> Array:
     return jax.lax.pmax(value.astype(np.int32), DATA).astype(value.dtype)
 
 
+def each_row_on_cpu(function: Callable[[Any], Any], rows: Any) -> Any:
+    """function(rows), of and to trees of arrays [B, ...] whose rows do not meet; on CPU one row after the other.
+
+    What a row works on stays in the processor's caches there, and what only some rows ask for is done for those.
+    """
+    if jax.tree.leaves(rows)[0].shape[0] == 1:
+        return function(rows)
+
+    def one(row: Any) -> Any:
+        return jax.tree.map(lambda x: x[0], function(jax.tree.map(lambda x: x[None], row)))
+
+    return jax.lax.platform_dependent(rows, cpu=lambda rows: jax.lax.map(one, rows), default=function)
+
+
 def by_device(function: Callable[..., Any], mesh: AnyMesh, axis: str, inputs: Any, outputs: Any) -> Callable[..., Any]:
     """The function as each group of devices along one axis of the mesh runs it, on its own parts of the arrays.
 

@@ -32,6 +32,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_features_argument(parser)
     parser.add_argument(
+        "--start",
+        metavar="DRAFT",
+        help="draft name or folder to train further, of the shape that the settings ask for; it brings its vocabulary along",
+    )
+    parser.add_argument(
         "--resume",
         action=argparse.BooleanOptionalAction,
         default=True,
@@ -44,6 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Train to the last step and save the draft."""
+    import eagle3_jax as e3
     from eagle3_jax.plots import check_plotting, draw_training
     from eagle3_jax.sharding import make_mesh
     from eagle3_jax.training.trainer import TrainConfig, read_metrics, train
@@ -53,8 +59,9 @@ def run(args: argparse.Namespace) -> int:
         check_plotting()
     target = load_target(args)
     chats = read_data(args.data, target)
+    start = None if args.start is None else e3.load_draft(args.start, target)
     mesh = None if args.mesh is None else make_mesh(*args.mesh)
-    train(target, chats, config, args.out, args.features, args.resume, mesh=mesh)
+    train(target, chats, config, args.out, args.features, args.resume, start, mesh)
     if args.plot is not None:
         draw_training(read_metrics(args.out), args.plot)
     draft = str(Path(args.out) / "draft")

@@ -17,7 +17,7 @@ from flax import struct
 from jax import Array, lax
 
 from eagle3_jax.errors import Eagle3Error
-from eagle3_jax.sharding import in_step
+from eagle3_jax.sharding import each_row_on_cpu, in_step
 
 UNLIMITED = 2**31 - 1
 ADJUSTMENTS = ("min_tokens", "logit_bias", "penalties")
@@ -225,13 +225,17 @@ def gumbel_noise(keys: Array, indices: Array, vocab_size: int) -> Array:
 
 
 def noise_if_sampled(keys: Array, indices: Array, vocab_size: int, sampling: Sampling) -> Array:
-    """`gumbel_noise`, or zeros when every row is greedy."""
-    shape = (*indices.shape, vocab_size)
-    return lax.cond(
-        in_step(jnp.any(sampling.temperature > 0)),
-        lambda: gumbel_noise(keys, indices, vocab_size),
-        lambda: jnp.zeros(shape, jnp.float32),
-    )
+    """`gumbel_noise`, or zeros when every row is greedy; on CPU also for each row that is."""
+
+    def noise(rows: tuple[Array, Array, Array]) -> Array:
+        keys, indices, temperature = rows
+        return lax.cond(
+            in_step(jnp.any(temperature > 0)),
+            lambda: gumbel_noise(keys, indices, vocab_size),
+            lambda: jnp.zeros((*indices.shape, vocab_size), jnp.float32),
+        )
+
+    return each_row_on_cpu(noise, (keys, indices, sampling.temperature))
 
 
 def noise_of(noise: Array, ids: Array, sampling: Sampling) -> Array:

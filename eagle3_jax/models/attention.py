@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from eagle3_jax.cache.paged import Fp8Pool, Pool, Step, as_kept, read_chunk, write
-from eagle3_jax.sharding import in_step
+from eagle3_jax.sharding import each_row_on_cpu, in_step
 
 Expand = Callable[[Array], tuple[Array, Array]]
 """What the cache keeps, [B, C, R, W], to (keys [B, C, N/G, D], values [B, C, N/G, Dv])."""
@@ -85,8 +85,6 @@ def paged_attention(step: Step, chunk_size: int = CHUNK_SIZE) -> Attend:
     no buffer as long as the context exists. A window starts the walk where the shortest row's begins.
     """
     chunk_size = max(chunk_size // step.block_size, 1) * step.block_size
-    shortest, longest = -in_step(-jnp.min(step.start)), in_step(jnp.max(step.start))
-    chunks = (longest + chunk_size - 1) // chunk_size
 
     def attend(
         q: Array,
@@ -102,25 +100,32 @@ def paged_attention(step: Step, chunk_size: int = CHUNK_SIZE) -> Attend:
         # A token sees the same of another whether both are new or one is read back: else passes of several
         # tokens, as speculation has them, would differ from passes of one.
         k, v = expand(as_kept(cache, kept)) if isinstance(cache, Fp8Pool) else keys_and_values(k, v)
-        queries = _grouped(q, k, scale)
-        first = jnp.int32(0) if window is None else jnp.maximum(shortest - window + 1, 0) // chunk_size
-
         # Written before the prefix is read: were it the other way, XLA would copy the pool to order the two.
         pool = write(cache, step.slots, kept)
 
-        def body(carry: tuple) -> tuple:
-            chunk, state = carry
-            tokens = read_chunk(pool, step, chunk, chunk_size).astype(q.dtype)
-            position = chunk * chunk_size + jnp.arange(chunk_size, dtype=jnp.int32)[None]
-            owned = position < step.start[:, None]
-            # A weight of zero does not silence a NaN in a slot that nobody owns.
-            tokens = jnp.where(owned[:, :, None, None], tokens, 0)
-            visible = owned[:, None] & _within(window, step.positions, position)
-            return chunk + 1, _merge(state, _attend_chunk(queries, *expand(tokens), visible))
+        def walk(rows: tuple) -> tuple[Array, Array, Array]:
+            queries, k, v, table, start, positions = rows
+            here = step.replace(table=table)
+            shortest, longest = -in_step(-jnp.min(start)), in_step(jnp.max(start))
+            first = jnp.int32(0) if window is None else jnp.maximum(shortest - window + 1, 0) // chunk_size
+            visible = step.visible[None] & _within(window, positions, positions)
+            state = _attend_chunk(queries, *_contained(k, v), visible)
 
-        visible = step.visible[None] & _within(window, step.positions, step.positions)
-        state = _attend_chunk(queries, *_contained(k, v), visible)
-        _, state = lax.while_loop(lambda carry: carry[0] < chunks, body, (first, state))
+            def body(carry: tuple) -> tuple:
+                chunk, state = carry
+                tokens = read_chunk(pool, here, chunk, chunk_size).astype(q.dtype)
+                position = chunk * chunk_size + jnp.arange(chunk_size, dtype=jnp.int32)[None]
+                owned = position < start[:, None]
+                # A weight of zero does not silence a NaN in a slot that nobody owns.
+                tokens = jnp.where(owned[:, :, None, None], tokens, 0)
+                visible = owned[:, None] & _within(window, positions, position)
+                return chunk + 1, _merge(state, _attend_chunk(queries, *expand(tokens), visible))
+
+            chunks = (longest + chunk_size - 1) // chunk_size
+            return lax.while_loop(lambda carry: carry[0] < chunks, body, (first, state))[1]
+
+        queries = _grouped(q, k, scale)
+        state = each_row_on_cpu(walk, (queries, k, v, step.table, step.start, step.positions))
         return _finish(_sunk(state, sinks), q), pool
 
     return attend

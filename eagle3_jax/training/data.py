@@ -200,13 +200,16 @@ def pack(chats: Sequence[Chat], row_length: int) -> PackedRows:
     return PackedRows(tokens, segments, positions, spoken, dropped)
 
 
-def loss_mask(rows: PackedRows) -> np.ndarray:
+def loss_mask(rows: PackedRows, answers_only: bool = True) -> np.ndarray:
     """Which predictions to learn, bool [R, L - 1]: row t predicts x_{t+2} from x_{t+1} and the feature of t.
 
-    The token must be the assistant's, and t, t+1 and t+2 of one chat. The last row has no x_{t+2}.
+    The token must be the assistant's, unless not only answers are learnt, and t, t+1 and t+2 of one chat. The last
+    row has no x_{t+2}.
     """
     here, next_but_one = rows.segment_ids[:, :-2], rows.segment_ids[:, 2:]
-    learn = rows.is_assistant[:, 2:] & (here == next_but_one) & (here != PADDING)
+    learn = (here == next_but_one) & (here != PADDING)
+    if answers_only:
+        learn &= rows.is_assistant[:, 2:]
     return np.concatenate([learn, np.zeros((len(learn), 1), bool)], axis=1)
 
 

@@ -31,6 +31,9 @@ from eagle3_jax.training.data import Chat, check_vocabulary, count_chats, write_
 
 log = logging.getLogger("eagle3_jax")
 
+PREFILL_TOKENS = 2048
+"""Prompt tokens of one prefill pass, of all chats of a batch together: on CPU more took 1.4 times as long."""
+
 _MARK = "the user's words"
 _generate = jax.jit(generate, static_argnames=("model", "config"))
 
@@ -279,6 +282,10 @@ def _continue(
         keys,
         sampling,
         model=target.model,
-        config=GenerationConfig(max_new_tokens=capacity, transforms=("min_p",)),
+        config=GenerationConfig(
+            max_new_tokens=capacity,
+            prefill_chunk=max(PREFILL_TOKENS // len(prompts), 1),
+            transforms=("min_p",),
+        ),
     )
     return answers(out, target.name)

@@ -126,6 +126,7 @@ class FeatureCache:
         taps: hidden states to keep.
         batch_size: rows of one pass of the target.
         mesh: where the target lies; rows of a pass are split over its "data".
+        answers_only: learn the answers, not what comes before them too.
 
     Attributes:
         name: of the cache's own folder; differs with the rows, the taps and the target.
@@ -142,10 +143,11 @@ class FeatureCache:
         taps: tuple[int, ...],
         batch_size: int = 4,
         mesh: Mesh | None = None,
+        answers_only: bool = True,
     ) -> None:
         self.target, self.rows, self.taps, self.batch_size, self.mesh = target, rows, taps, batch_size, mesh
         check_vocabulary(rows.tokens, target.model.config.vocab_size)
-        self.loss_mask = loss_mask(rows)
+        self.loss_mask = loss_mask(rows, answers_only)
         count, length = rows.tokens.shape
         width = target.model.config.hidden_size
         self.name = _fingerprint(target, rows, taps)

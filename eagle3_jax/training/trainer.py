@@ -1,6 +1,7 @@
 """Training an EAGLE-3 draft (arXiv 2503.01840) on text its target wrote."""
 
 import dataclasses
+import hashlib
 import json
 import logging
 import os
@@ -66,6 +67,8 @@ class TrainConfig:
         ttt_steps: J, how many tokens deep the chain is unrolled. step_decay: step j weighs step_decay^j.
         objective: "cross_entropy", or "kl" (the same gradient, less the target's entropy).
         drop_uncovered: leave out rows whose most likely target token the draft vocabulary lacks.
+        answers_only: learn the answers, not the turns before them too. Where the target wrote those, they are more
+            of its text for the same work.
         optimizer: "adamw", or "muon" (matrices of the layer by Muon, the rest by AdamW).
         learning_rate: its peak; after that it falls to a tenth by a cosine.
         warmup: share of the steps in which the learning rate rises to its peak.
@@ -93,6 +96,7 @@ class TrainConfig:
     step_decay: float = 0.8
     objective: str = "cross_entropy"
     drop_uncovered: bool = True
+    answers_only: bool = True
     optimizer: str = "adamw"
     learning_rate: float = 2e-3
     warmup: float = 0.05
@@ -289,7 +293,8 @@ class Trainer:
         self.head_params = shard_weights(head_params, self.mesh)
         folder, taps = Path(features or self.out / "features"), self.model.config.taps
         at_once = max(4, rows_at_once)
-        self.rows = FeatureCache(folder, target, pack(training, config.row_length), taps, at_once, self.mesh)
+        packed = pack(training, config.row_length)
+        self.rows = FeatureCache(folder, target, packed, taps, at_once, self.mesh, config.answers_only)
         self.held_out = None
         if held_out:
             self.held_out = FeatureCache(folder, target, pack(held_out, config.row_length), taps, at_once, self.mesh)
@@ -297,7 +302,7 @@ class Trainer:
         self.frozen = shard_weights(frozen, self.mesh)
         state = TrainState(jnp.int32(0), trainable, make_optimizer(config).init(trainable))
         self.state: Any = shard_weights(state, self.mesh)
-        self._claim(resume)
+        self._claim(resume, start)
         # Not in the background: the next step donates the buffers that would be read.
         options = ocp.CheckpointManagerOptions(max_to_keep=2, enable_async_checkpointing=False)
         self.checkpoints = ocp.CheckpointManager((self.out / "checkpoints").resolve(), options=options)
@@ -378,21 +383,24 @@ class Trainer:
         loss, count = self.config.loss_config(), min(self.config.eval_rows, len(self.held_out))
         return teacher_forced(self.draft, self.held_out, range(count), loss, self.restricted, self.head_params)
 
-    def _claim(self, resume: bool) -> None:
+    def _claim(self, resume: bool, start: Draft | None) -> None:
         """Write down which run the folder belongs to; refuse one that belongs to another."""
         self.out.mkdir(parents=True, exist_ok=True)
         path = self.out / "train.json"
         config = {**dataclasses.asdict(self.config), "taps": list(self.model.config.taps)}
+        begins_at = None if start is None else _fingerprint(start)
         if path.exists():
             theirs = read_json(path)
             settings = theirs.get("config", {})
             changed = [name for name, value in config.items() if settings.get(name) != value]
             if not changed and theirs.get("data", self.rows.name) != self.rows.name:
                 changed = ["chats or target"]
+            if not changed and theirs.get("start") != begins_at:
+                changed = ["start"]
             if changed or not resume:
                 fault = f"a run with other {', '.join(changed)}" if changed else "a run already"
                 raise Eagle3Error(f"{self.out} holds {fault}; name another folder")
-        about = {"target": self.target.name, "rows": len(self.rows), "data": self.rows.name}
+        about = {"target": self.target.name, "rows": len(self.rows), "data": self.rows.name, "start": begins_at}
         write_json_atomic(path, {**about, "coverage": self.coverage, "config": config})
 
     def _drop_later_metrics(self) -> None:
@@ -403,6 +411,14 @@ class Trainer:
             kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= self.step]
             with atomic_file(path) as file:
                 file.write("".join(kept).encode())
+
+
+def _fingerprint(draft: Draft) -> str:
+    """Sixteen hex digits of a draft's weights."""
+    digest = hashlib.sha256()
+    for leaf in jax.tree.leaves(draft.params):
+        digest.update(np.ascontiguousarray(leaf).tobytes())
+    return digest.hexdigest()[:16]
 
 
 def read_metrics(out: str | os.PathLike[str]) -> list[dict[str, Any]]:

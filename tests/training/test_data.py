@@ -129,6 +129,9 @@ def test_loss_mask_is_the_token_after_next_of_the_same_chat() -> None:
     rows = pack([make_chat([1, 2, 3, 4], 2), make_chat([5, 6, 7], 1)], 9)
     assert rows.tokens.tolist() == [[1, 2, 3, 4, 5, 6, 7, 0, 0]]
     assert loss_mask(rows).tolist() == [[True, True, False, False, True, False, False, False]]
+    rows = pack([make_chat([1, 2, 3, 4], 3), make_chat([5, 6, 7], 3)], 9)
+    assert loss_mask(rows).tolist() == [[False, True, False, False, False, False, False, False]]
+    assert loss_mask(rows, answers_only=False).tolist() == [[True, True, False, False, True, False, False, False]]
 
 
 def test_nothing_to_pack_is_refused() -> None:

@@ -107,6 +107,10 @@ def test_a_draft_can_be_trained_further(tmp_path: Path, features: Path) -> None:
     assert_same(more.draft.params, before)
     more.run(until=1)
     assert_same(first.params, before)
+    # What is frozen comes from the start: the folder may not go on without it, or from another.
+    for other in (None, more.draft):
+        with pytest.raises(Eagle3Error, match="other start"):
+            trainer(tmp_path / "more", features, dataclasses.replace(CONFIG, seed=5), start=other)
     with pytest.raises(Eagle3Error, match="another norm_output"):
         trainer(tmp_path / "other", features, dataclasses.replace(CONFIG, norm_output=True), start=first)
 
