@@ -103,6 +103,7 @@ LLAMA := --target llama-3.1-8b $(ROCM_LOAD) --draft-set draft_vocab_size=32000 -
 KIMI := --target kimi-k2.5 --target-format mxfp4 --target-keep '.*attention.*' $(ROCM_LOAD) \
 	--draft-set intermediate_size=12288
 MINIMAX := --target minimax-m2.5 --target-format fp8_block $(ROCM_LOAD) --topology 1x1x4
+SHORT := --layers 2 --draft-set taps=[0,1,2]
 
 rocm-report: venv
 	@mkdir -p $(ROCM_REPORTS)
@@ -115,8 +116,9 @@ rocm-report: venv
 			--report $(ROCM_REPORTS)/kimi-k2.5-tp$$cards-fp8-draft.json || exit 1; \
 	done
 	$(ROCM_EXPORT) $(MINIMAX) --report $(ROCM_REPORTS)/minimax-m2.5-tp4.json
-	$(ROCM_EXPORT) $(MINIMAX) --layers 2 --draft-set taps=[0,1,2] --gemm-tile 64x64x64 \
-		--report $(ROCM_REPORTS)/minimax-m2.5-tp4-tiled.json
+	$(ROCM_EXPORT) $(MINIMAX) $(SHORT) --gemm-tile 64x64x64 --report $(ROCM_REPORTS)/minimax-m2.5-tp4-tiled.json
+	$(ROCM_EXPORT) --what prefill $(MINIMAX) $(SHORT) --report $(ROCM_REPORTS)/minimax-m2.5-tp4-prefill.json
+	$(ROCM_EXPORT) --what prefill $(KIMI) $(SHORT) --topology 1x1x4 --report $(ROCM_REPORTS)/kimi-k2.5-tp4-prefill.json
 
 rocm-check: venv model
 	$(BIN)/eagle3-jax export --check $(ROCM_REPORTS)/*.json
