@@ -34,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--start",
         metavar="DRAFT",
-        help="draft name or folder to train further, of the shape that the settings ask for; it brings its vocabulary along",
+        help="draft name or folder to train further, of the shape that the settings ask for, with its own vocabulary",
     )
     parser.add_argument(
         "--resume",

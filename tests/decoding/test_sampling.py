@@ -548,11 +548,16 @@ def test_a_row_keeps_its_noise_in_any_batch_and_any_pass() -> None:
     assert np.array_equal(jax.random.key_data(row_keys(3, 2)), jax.random.key_data(keys[:2]))
 
 
-def test_noise_is_made_only_for_rows_that_sample() -> None:
+def test_rows_that_do_not_sample_cost_no_noise(monkeypatch: pytest.MonkeyPatch) -> None:
     keys, indices = row_keys(0, 2), jnp.asarray([[1], [2]], jnp.int32)
     assert not np.any(noise_if_sampled(keys, indices, 5, rows([Wish(), Wish()])))
     mixed = noise_if_sampled(keys, indices, 5, rows([Wish(), Wish(0.5)]))
     assert np.array_equal(mixed[1], noise_of(keys, indices, 5)[1]) and not np.any(mixed[0])
+    # As other platforms do.
+    monkeypatch.setattr("eagle3_jax.decoding.sampling.each_row_on_cpu", lambda function, rows: function(rows))
+    assert not np.any(noise_if_sampled(keys, indices, 5, rows([Wish(), Wish()])))
+    mixed = noise_if_sampled(keys, indices, 5, rows([Wish(), Wish(0.5)]))
+    assert np.array_equal(mixed, noise_of(keys, indices, 5)) and np.all(np.asarray(mixed) != 0)
 
 
 @pytest.mark.parametrize(

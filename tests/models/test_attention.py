@@ -52,8 +52,7 @@ class Ragged:
         return np.stack(rows)
 
 
-@partial(jax.jit, static_argnames=("chunk_size", "scale", "window"))
-def attend(
+def attend_eagerly(
     pool: Array,
     table: Array,
     start: Array,
@@ -71,10 +70,23 @@ def attend(
     return paged_attention(step, chunk_size)(q, k, v, pool, scale=scale, window=window, sinks=sinks)[0]
 
 
+attend = jax.jit(attend_eagerly, static_argnames=("chunk_size", "scale", "window"))
+
+
+@pytest.fixture(params=["row by row", "all rows together"])
+def both_ways(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs a test as CPU computes attention, and as other platforms do."""
+    if request.param == "all rows together":
+        monkeypatch.setattr("eagle3_jax.models.attention.each_row_on_cpu", lambda function, rows: function(rows))
+        # The compiled one has been traced already.
+        monkeypatch.setitem(globals(), "attend", attend_eagerly)
+
+
 def chain(length: int) -> np.ndarray:
     return np.tril(np.ones((length, length), bool))
 
 
+@pytest.mark.usefixtures("both_ways")
 @pytest.mark.parametrize("new", [1, 5])
 @pytest.mark.parametrize("group", [1, 3])
 def test_attention_over_the_pool_is_a_softmax_over_the_whole_sequence(group: int, new: int) -> None:
@@ -136,6 +148,7 @@ def test_scores_of_bfloat16_activations_are_float32() -> None:
 SINKS = np.array([-1.0, 0.5, 2.0, 6.0, 0.0, 1.5], np.float32)
 
 
+@pytest.mark.usefixtures("both_ways")
 @pytest.mark.parametrize("window", [1, 3, 20, 150, 1000])
 def test_a_window_hides_what_lies_before_it(window: int) -> None:
     """Below the new tokens, across a chunk's edge, longer than most rows, and longer than all of them."""
