@@ -8,6 +8,7 @@ keys, Dv width of values, R x W what the cache keeps of a token, C tokens of a c
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, Protocol
 
 import jax.numpy as jnp
@@ -105,7 +106,7 @@ def paged_attention(step: Step, chunk_size: int = CHUNK_SIZE) -> Attend:
 
         def walk(rows: tuple) -> tuple[Array, Array, Array]:
             queries, k, v, table, start, positions = rows
-            here = step.replace(table=table)
+            here = replace(step, table=table)
             shortest, longest = -in_step(-jnp.min(start)), in_step(jnp.max(start))
             first = jnp.int32(0) if window is None else jnp.maximum(shortest - window + 1, 0) // chunk_size
             visible = step.visible[None] & _within(window, positions, positions)
