@@ -12,6 +12,7 @@ from eagle3_jax.commands.options import (
     assignment,
     output_file,
     several,
+    sizes,
     whole,
 )
 from eagle3_jax.errors import Eagle3Error
@@ -68,9 +69,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--layout", choices=("kn", "nk"), help="of matrices in --dtype (default: kn for cpu alone, else nk)"
     )
     parser.add_argument("--layers", metavar="N", type=whole(1), help="only the target's first N layers")
-    parser.add_argument("--topology", metavar="1x1xN", default="1x1x1", help="slices x hosts x cards (default: 1x1x1)")
-    parser.add_argument("--mesh", metavar="DATA,MODEL", help="how the cards are laid out (default: 1,N)")
-    parser.add_argument("--gemm-tile", metavar="MxNxK", help="force the tile of every matrix product, e.g. 64x64x64")
+    parser.add_argument(
+        "--topology",
+        metavar="1x1xN",
+        type=sizes(3, "x"),
+        default=(1, 1, 1),
+        help="slices x hosts x cards (default: 1x1x1)",
+    )
+    parser.add_argument("--mesh", metavar="D,M", type=sizes(2, ","), help="how the cards are laid out (default: 1,N)")
+    parser.add_argument(
+        "--gemm-tile",
+        metavar="MxNxK",
+        type=sizes(3, "x"),
+        help="force the tile of every matrix product, e.g. 64x64x64",
+    )
     parser.add_argument(
         "--xla-set",
         metavar="KEY=VALUE",
@@ -98,7 +110,7 @@ def run(args: argparse.Namespace) -> int:
 
     options = dict(args.xla_set)
     if args.gemm_tile is not None:
-        options |= gemm_tile(*_sizes(args.gemm_tile, "x", 3, "--gemm-tile"))
+        options |= gemm_tile(*args.gemm_tile)
     report = compile_for_chip(program, args.target_chip, options)
     if args.report is None:
         print(json.dumps(report))
@@ -114,12 +126,12 @@ def _program(args: argparse.Namespace) -> "Program":
 
     if args.target is None:
         raise Eagle3Error("which model? name it with --target")
-    slices, hosts, cards = _sizes(args.topology, "x", 3, "--topology")
+    slices, hosts, cards = args.topology
     if slices * hosts != 1:
-        raise Eagle3Error(f"--topology {args.topology}: one host is supported, 1x1xN")
-    mesh = (1, cards) if args.mesh is None else _sizes(args.mesh, ",", 2, "--mesh")
-    if mesh[0] * mesh[1] != cards:
-        raise Eagle3Error(f"--mesh {args.mesh} is not {cards} cards, as --topology {args.topology} has")
+        raise Eagle3Error(f"--topology {slices}x{hosts}x{cards}: one host is supported, 1x1xN")
+    data, model = args.mesh or (1, cards)
+    if data * model != cards:
+        raise Eagle3Error(f"--mesh {data},{model} is not {cards} cards, as --topology has")
     return Program(
         what=args.what,
         target=args.target,
@@ -137,15 +149,8 @@ def _program(args: argparse.Namespace) -> "Program":
         draft_kept=(*KEPT, *(args.draft_keep or ())),
         layout=args.layout or ("kn" if args.platforms and set(args.platforms) == {"cpu"} else "nk"),
         layers=args.layers,
-        mesh=mesh,
+        mesh=(data, model),
     )
-
-
-def _sizes(text: str, separator: str, count: int, flag: str) -> Any:
-    parts = text.split(separator)
-    if len(parts) != count or not all(part.isascii() and part.isdecimal() and 0 < int(part) < 2**16 for part in parts):
-        raise Eagle3Error(f"{flag} {text!r:.40} is not {count} sizes from 1, joined by {separator!r}")
-    return tuple(map(int, parts))
 
 
 def _check(paths: list[str]) -> int:
@@ -159,11 +164,11 @@ def _check(paths: list[str]) -> int:
 
 
 def _summary(report: dict[str, Any]) -> str:
-    sizes, copies, chip = report["bytes_per_device"], report["copies"], report["chip"]
+    memory, copies, chip = report["bytes_per_device"], report["copies"], report["chip"]
     objects = sum(entry["objects"] for entry in report["code_objects"])
     lines = [
         f"{objects} code objects for {chip['isa']} ({chip['spec']}) in {report['seconds']['compile']} s",
-        "bytes a device: " + ", ".join(f"{name} {sizes[name]}" for name in ("weights", "pools", "temporaries")),
+        "bytes a device: " + ", ".join(f"{name} {memory[name]}" for name in ("weights", "pools", "temporaries")),
         f"copies of pools {sum(copies['pools'].values())}, of weights {sum(copies['weights'].values())}, "
         f"of single experts {sum(copies['experts'].values())}; "
         f"arrays wider than the weight they are of {sum(report['widened'].values())}",

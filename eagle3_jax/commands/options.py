@@ -78,12 +78,16 @@ def assignment(text: str) -> tuple[str, Any]:
         return key, value
 
 
-def mesh_sizes(text: str) -> tuple[int, int]:
-    """An argparse type: two whole numbers from 1, as in 4,2."""
-    data, comma, model = text.partition(",")
-    if not comma:
-        raise argparse.ArgumentTypeError(f"{text!r} is not two numbers, such as 4,2")
-    return whole(1)(data), whole(1)(model)
+def sizes(count: int, separator: str) -> Callable[[str], tuple[int, ...]]:
+    """An argparse type: `count` whole numbers from 1, as in 4,2 or 1x1x8."""
+
+    def convert(text: str) -> tuple[int, ...]:
+        parts = text.split(separator)
+        if len(parts) != count:
+            raise argparse.ArgumentTypeError(f"{text!r:.40} is not {count} whole numbers, joined by {separator!r}")
+        return tuple(map(whole(1, 2**16 - 1), parts))
+
+    return convert
 
 
 def output_file(text: str) -> Path:
@@ -126,7 +130,7 @@ def add_target_arguments(parser: argparse.ArgumentParser) -> None:
         "weights that stay narrow, else not at all); of a draft: --draft-set activations=fake_quant",
     )
     help = "share the work among D x M devices: rows over the first number, weights over the second"
-    parser.add_argument("--mesh", metavar="D,M", type=mesh_sizes, help=help)
+    parser.add_argument("--mesh", metavar="D,M", type=sizes(2, ","), help=help)
 
 
 def load_target(args: argparse.Namespace) -> "Target":

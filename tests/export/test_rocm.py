@@ -109,6 +109,5 @@ def test_experts_in_fp8_on_four_cards_are_multiplied_where_they_lie() -> None:
 def test_the_command_line_refuses_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     flags = ["--target-chip", "gfx950", "--target", "smollm2-135m", "--topology", "1x1"]
     assert cli.main(["export", *flags]) == 2
-    assert capsys.readouterr().err.strip() == (
-        "eagle3-jax: error: --topology '1x1' is not 3 sizes from 1, joined by 'x'"
-    )
+    said = "argument --topology: '1x1' is not 3 whole numbers, joined by 'x'"
+    assert capsys.readouterr().err == f"eagle3-jax: error: {said} (see eagle3-jax export --help)\n"
