@@ -26,7 +26,7 @@ from eagle3_jax.checkpoint.files import atomic_file, parse_json, read_json, refu
 from eagle3_jax.checkpoint.targets import Target
 from eagle3_jax.errors import Eagle3Error
 from eagle3_jax.models.eagle3 import Eagle3, SharedWeights, shared_weights
-from eagle3_jax.sharding import DATA, check_mesh, keep_sharded, shard_batch, shard_weights
+from eagle3_jax.sharding import DATA, check_mesh, keep_sharded, on_host, shard_batch, shard_weights
 from eagle3_jax.training.data import Chat, coverage, draft_vocabulary, pack, split
 from eagle3_jax.training.evaluate import summary, teacher_forced
 from eagle3_jax.training.features import FeatureCache, RestrictedHead, Rows, make_batch, restrict_head
@@ -416,8 +416,8 @@ class Trainer:
 def _fingerprint(draft: Draft) -> str:
     """Sixteen hex digits of a draft's weights."""
     digest = hashlib.sha256()
-    for leaf in jax.tree.leaves(draft.params):
-        digest.update(np.ascontiguousarray(leaf).tobytes())
+    for leaf in jax.tree.leaves(on_host(draft.params)):
+        digest.update(leaf.tobytes())
     return digest.hexdigest()[:16]
 
 

@@ -28,12 +28,13 @@ def test_the_report_is_of_todays_program(name: str) -> None:
 @pytest.mark.parametrize("name", REPORTS)
 def test_nothing_is_copied_widened_gathered_or_left_to_a_library(name: str) -> None:
     report = REPORTS[name]
-    copies, widened = dict(report["copies"]), dict(report["widened"])
+    copies, widened = report["copies"], report["widened"]
     if report["program"]["what"] == "prefill":
         # An expert that gets many rows is copied out of its stack, and of MXFP4 a slice unpacked (docs/rocm.md).
-        assert copies.pop("experts") and set(widened) <= {"bf16[512,7168]"}
-        copies["experts"] = widened = {}
-    assert copies == {"pools": {}, "weights": {}, "experts": {}} and widened == report["library_calls"] == {}
+        assert copies["experts"] and set(widened) <= {"bf16[512,7168]"}
+        copies, widened = {**copies, "experts": {}}, {}
+    assert copies == {"pools": {}, "weights": {}, "experts": {}}
+    assert widened == {} and report["library_calls"] == {}
     assert not {"all-gather", "all-to-all"} & set(report["collectives"])
     assert (FOLDER / f"{name}.json").stat().st_size < 100_000
 
@@ -42,7 +43,9 @@ def test_nothing_is_copied_widened_gathered_or_left_to_a_library(name: str) -> N
 def test_the_model_fits_a_card_with_small_temporaries(name: str) -> None:
     sizes, whole = REPORTS[name]["bytes_per_device"], REPORTS[name]["all_layers"]
     assert whole["weights"] + whole["pools"] + sizes["temporaries"] < CARD
-    assert sizes["temporaries"] <= 0.1 * whole["weights"]
+    # Prefill is compiled with two layers, whose weights are few beside the activations of 16,384 tokens.
+    weights = whole["weights"] if REPORTS[name]["program"]["what"] == "prefill" else sizes["weights"]
+    assert sizes["temporaries"] <= 0.1 * weights
 
 
 @pytest.mark.parametrize("name", [name for name in FULL_SIZE if REPORTS[name]["program"]["what"] == "round"])
