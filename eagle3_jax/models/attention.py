@@ -86,6 +86,8 @@ def paged_attention(step: Step, chunk_size: int = CHUNK_SIZE) -> Attend:
     no buffer as long as the context exists. A window starts the walk where the shortest row's begins.
     """
     chunk_size = max(chunk_size // step.block_size, 1) * step.block_size
+    # Once for all layers: on a mesh the groups of rows exchange these.
+    lowest, highest = -in_step(-step.start), in_step(step.start)
 
     def attend(
         q: Array,
@@ -105,10 +107,9 @@ def paged_attention(step: Step, chunk_size: int = CHUNK_SIZE) -> Attend:
         pool = write(cache, step.slots, kept)
 
         def walk(rows: tuple) -> tuple[Array, Array, Array]:
-            queries, k, v, table, start, positions = rows
+            queries, k, v, table, start, positions, lowest, highest = rows
             here = replace(step, table=table)
-            shortest, longest = -in_step(-jnp.min(start)), in_step(jnp.max(start))
-            first = jnp.int32(0) if window is None else jnp.maximum(shortest - window + 1, 0) // chunk_size
+            first = jnp.int32(0) if window is None else jnp.maximum(jnp.min(lowest) - window + 1, 0) // chunk_size
             visible = step.visible[None] & _within(window, positions, positions)
             state = _attend_chunk(queries, *_contained(k, v), visible)
 
@@ -122,11 +123,11 @@ def paged_attention(step: Step, chunk_size: int = CHUNK_SIZE) -> Attend:
                 visible = owned[:, None] & _within(window, positions, position)
                 return chunk + 1, _merge(state, _attend_chunk(queries, *expand(tokens), visible))
 
-            chunks = (longest + chunk_size - 1) // chunk_size
+            chunks = (jnp.max(highest) + chunk_size - 1) // chunk_size
             return lax.while_loop(lambda carry: carry[0] < chunks, body, (first, state))[1]
 
         queries = _grouped(q, k, scale)
-        state = each_row_on_cpu(walk, (queries, k, v, step.table, step.start, step.positions))
+        state = each_row_on_cpu(walk, (queries, k, v, step.table, step.start, step.positions, lowest, highest))
         return _finish(_sunk(state, sinks), q), pool
 
     return attend
