@@ -7,8 +7,9 @@ import pytest
 from loading import DRAFTS, TARGETS, draft, expected, target
 
 from eagle3_jax import cli
-from eagle3_jax.commands import generate, options
+from eagle3_jax.commands import generate
 from eagle3_jax.commands.caches import cache_config
+from eagle3_jax.commands.request import make_request, read_prompts
 from eagle3_jax.decoding.drafters import Eagle3Drafter
 from eagle3_jax.decoding.request import GenerationConfig
 
@@ -38,7 +39,7 @@ def test_flags_are_fields_of_the_configuration(verb: str) -> None:
 def test_generate_uses_them_for_target_and_draft(ids: str) -> None:
     args = cli.make_parser().parse_args(["generate", *PAIR, "--prompt-ids", ids, *FLAGS])
     one, other = target("llama_tied"), draft("a_safeailab")
-    request = options.make_request(args, options.read_prompts(args), one, other)
+    request = make_request(args, read_prompts(args), one, other)
     assert (request.config.cache_format, request.config.block_size, request.config.page_size) == ("fp8", 64, 8)
     setup, _ = generate._setup(one, other, request)
     assert setup.drafter == Eagle3Drafter(other.model, 64, "fp8") and setup.config == request.config

@@ -14,7 +14,8 @@ from loading import DRAFTS, FIXTURES, TARGETS, expected
 from training import selfchats
 
 from eagle3_jax import cli
-from eagle3_jax.commands import generate, options, verify
+from eagle3_jax.commands import generate, verify
+from eagle3_jax.commands.request import Prompts, make_request
 from eagle3_jax.decoding.verify import LosslessReport, RowReport
 from eagle3_jax.errors import Eagle3Error
 from eagle3_jax.training import data
@@ -171,7 +172,7 @@ def test_nearby_lengths_share_a_program() -> None:
 
     def config(*more: str) -> Any:
         argv = ["generate", *PAIR, "--prompt-ids", "x", *more]
-        return options.make_request(parser.parse_args(argv), options.Prompts(ids=[[1, 2]]), target).config
+        return make_request(parser.parse_args(argv), Prompts(ids=[[1, 2]]), target).config
 
     assert config("--max-new-tokens", "5") == config("--max-new-tokens", "128", "--temperature", "1")
     assert config("--max-new-tokens", "100000").max_new_tokens == target.model.config.max_position

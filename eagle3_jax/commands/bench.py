@@ -13,13 +13,13 @@ from eagle3_jax.commands.options import (
     add_prompt_set_arguments,
     add_seed_argument,
     add_target_arguments,
-    encode_workload,
     load_draft_pair,
     number,
     output_file,
     several,
     whole,
 )
+from eagle3_jax.commands.request import encode_workload
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

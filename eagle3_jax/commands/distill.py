@@ -3,14 +3,8 @@
 import argparse
 import json
 
-from eagle3_jax.commands.options import (
-    add_json_argument,
-    add_prompt_ids_argument,
-    add_target_arguments,
-    load_target,
-    output_folder,
-    read_prompt_ids,
-)
+from eagle3_jax.commands.options import add_json_argument, add_target_arguments, load_target, output_folder
+from eagle3_jax.commands.request import add_prompt_ids_argument, read_prompt_ids
 from eagle3_jax.commands.settings import add_config_arguments, read_config
 from eagle3_jax.errors import Eagle3Error
 

@@ -17,7 +17,6 @@ from eagle3_jax.commands.options import (
     add_prompt_set_arguments,
     add_seed_argument,
     add_target_arguments,
-    encode_workload,
     load_draft,
     load_draft_pair,
     number,
@@ -25,6 +24,7 @@ from eagle3_jax.commands.options import (
     several,
     whole,
 )
+from eagle3_jax.commands.request import encode_workload
 from eagle3_jax.errors import Eagle3Error
 
 

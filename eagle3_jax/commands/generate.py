@@ -11,15 +11,17 @@ from typing import TYPE_CHECKING, Any
 
 from eagle3_jax.commands.caches import add_cache_arguments
 from eagle3_jax.commands.options import (
-    Request,
     add_draft_arguments,
     add_json_argument,
-    add_prompt_arguments,
-    add_sampling_arguments,
     add_target_arguments,
     check_speculation,
     chosen_speculation,
     load_pair,
+)
+from eagle3_jax.commands.request import (
+    Request,
+    add_prompt_arguments,
+    add_sampling_arguments,
     make_request,
     read_prompts,
 )

@@ -85,7 +85,7 @@ def _maxima(args: argparse.Namespace, folder: Path) -> dict[str, float]:
 def _prompts(path: str, target: "Target") -> list[list[int]]:
     """Token ids of the calibration's prompts."""
     from eagle3_jax.checkpoint.files import read_json_value
-    from eagle3_jax.commands.options import Prompts, read_chats, read_prompt_ids
+    from eagle3_jax.commands.request import Prompts, read_chats, read_prompt_ids
     from eagle3_jax.decoding.batches import unpad_rows
 
     value = read_json_value(path)

@@ -2,13 +2,8 @@
 
 import argparse
 
-from eagle3_jax.commands.options import (
-    add_prompt_ids_argument,
-    add_target_arguments,
-    load_target,
-    output_file,
-    read_prompt_ids,
-)
+from eagle3_jax.commands.options import add_target_arguments, load_target, output_file
+from eagle3_jax.commands.request import add_prompt_ids_argument, read_prompt_ids
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -9,15 +9,12 @@ from eagle3_jax.commands.caches import add_cache_arguments
 from eagle3_jax.commands.options import (
     add_draft_arguments,
     add_json_argument,
-    add_prompt_arguments,
-    add_sampling_arguments,
     add_target_arguments,
     check_speculation,
     chosen_speculation,
     load_draft_pair,
-    make_request,
-    read_prompts,
 )
+from eagle3_jax.commands.request import add_prompt_arguments, add_sampling_arguments, make_request, read_prompts
 
 DIFFERENT = 1
 """Exit code where a token is not the target's."""

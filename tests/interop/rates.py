@@ -21,7 +21,7 @@ import eagle3_jax as e3
 from eagle3_jax.bench.runner import machine
 from eagle3_jax.bench.workloads import load_workload
 from eagle3_jax.checkpoint.registry import locate
-from eagle3_jax.commands.options import encode_workload
+from eagle3_jax.commands.request import encode_workload
 from eagle3_jax.decoding.batches import unpad_rows
 from eagle3_jax.decoding.request import parse_speculation
 
