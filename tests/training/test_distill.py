@@ -65,6 +65,20 @@ def test_it_goes_on_where_it_was_stopped(tmp_path: Path) -> None:
     assert same(read_chats(tmp_path), chats())
 
 
+def test_a_lost_shard_is_written_again(tmp_path: Path) -> None:
+    config = dataclasses.replace(DISTILL, chats=60, batch_size=20)
+    distill(target(), tmp_path, config, frame=FRAME)
+    lost = tmp_path / "chats-00001.npz"
+    lost.unlink()
+    assert distill(target(), tmp_path, config, frame=FRAME) == 60
+    assert same(read_chats(tmp_path), chats()[:60])
+
+
+def test_a_chat_needs_a_token_to_start_from(tmp_path: Path) -> None:
+    with pytest.raises(Eagle3Error, match="nothing stands before the user's words"):
+        distill(target(), tmp_path, DISTILL, frame=ChatFrame((), (4, 5)))
+
+
 def test_given_user_turns_are_answered(tmp_path: Path) -> None:
     turns = [[10, 11], list(range(20, 40)), []]
     config = dataclasses.replace(DISTILL, chats=50)
