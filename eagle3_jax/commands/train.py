@@ -34,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--start",
         metavar="DRAFT",
-        help="draft name or folder to train further, of the shape that the settings ask for, with its own vocabulary",
+        help="draft name or folder to train further, of the shape that the settings ask for",
     )
     parser.add_argument(
         "--resume",
@@ -59,7 +59,8 @@ def run(args: argparse.Namespace) -> int:
         check_plotting()
     target = load_target(args)
     chats = read_data(args.data, target)
-    start = None if args.start is None else e3.load_draft(args.start, target)
+    # Drafts learn in float32, whatever the target's dtype.
+    start = None if args.start is None else e3.load_draft(args.start, target, {"dtype": "float32"}, widen=True)
     mesh = None if args.mesh is None else make_mesh(*args.mesh)
     train(target, chats, config, args.out, args.features, args.resume, start, mesh)
     if args.plot is not None:

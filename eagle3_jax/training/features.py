@@ -29,7 +29,7 @@ from eagle3_jax.models.layers import apply
 from eagle3_jax.quant.weight import Weight, formats_of
 from eagle3_jax.sharding import shard_batch
 from eagle3_jax.training.data import PackedRows, check_vocabulary, loss_mask
-from eagle3_jax.training.loss import Batch, ttt_attention
+from eagle3_jax.training.loss import Batch, most_likely, ttt_attention
 
 FLOAT16_MAX = 65504.0
 
@@ -104,14 +104,14 @@ def target_states(
 
     out = apply(model, params, tokens, positions, attend_once, (None,) * model.config.num_layers, taps)
 
-    def most_likely(hidden: Array) -> Array:
-        return jnp.argmax(apply(model, params, hidden, method="logits"), axis=-1).astype(jnp.int32)
+    def best(hidden: Array) -> Array:
+        return most_likely(apply(model, params, hidden, method="logits"))
 
     def narrow(x: Array) -> Array:
         return jnp.clip(x.astype(jnp.float32), -FLOAT16_MAX, FLOAT16_MAX).astype(jnp.float16)
 
     # Row by row: the logits of a whole batch would be the largest array of the run.
-    return narrow(out.features), narrow(out.hidden), lax.map(most_likely, out.hidden)
+    return narrow(out.features), narrow(out.hidden), lax.map(best, out.hidden)
 
 
 class FeatureCache:

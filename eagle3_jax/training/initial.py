@@ -88,6 +88,23 @@ def init_draft(
     return params
 
 
+def with_vocabulary(params: Mapping[str, Any], target_params: Any, target_ids: np.ndarray) -> dict[str, Any]:
+    """A draft's weights with a head of the target ids int32 [Vd], ascending.
+
+    Columns of tokens that the draft's head has stay as they are; the others are the target's.
+    """
+    own = _matrix(params["head"]["weight"])
+    had = np.asarray(params.get("target_ids", np.arange(own.shape[1])))
+    kept = np.isin(target_ids, had)
+    head = shared_weights(target_params).head
+    columns = head.outputs(jnp.asarray(target_ids)).T.astype(own.dtype)
+    columns = columns.at[:, np.flatnonzero(kept)].set(own[:, np.searchsorted(had, target_ids[kept])])
+    changed = {**params, "head": _filled(params["head"], columns)}
+    if len(target_ids) < head.shape[1]:
+        return {**changed, "target_ids": jnp.asarray(target_ids, jnp.int32)}
+    return {name: part for name, part in changed.items() if name != "target_ids"}
+
+
 def _last_layer(target_params: Mapping[str, Any]) -> Any:
     numbers = [int(name.removeprefix("layers_")) for name in target_params if name.startswith("layers_")]
     return target_params[f"layers_{max(numbers)}"]

@@ -30,7 +30,7 @@ from eagle3_jax.sharding import DATA, check_mesh, keep_sharded, on_host, shard_b
 from eagle3_jax.training.data import Chat, coverage, draft_vocabulary, pack, split
 from eagle3_jax.training.evaluate import summary, teacher_forced
 from eagle3_jax.training.features import FeatureCache, RestrictedHead, Rows, make_batch, restrict_head
-from eagle3_jax.training.initial import draft_config, init_draft
+from eagle3_jax.training.initial import draft_config, init_draft, with_vocabulary
 from eagle3_jax.training.loss import LossConfig, Metrics, ttt_loss
 
 log = logging.getLogger("eagle3_jax")
@@ -60,6 +60,8 @@ class TrainConfig:
     Attributes:
         steps: optimiser steps. batch_size: rows of a step. row_length: tokens of a packed row.
         draft_vocab_size: Vd, the most frequent assistant tokens; 0 keeps the whole vocabulary.
+        keep_vocabulary: a draft to start from brings its vocabulary along. Else it is chosen anew from the chats, and
+            columns that the start's head lacks are the target's.
         taps: hidden states of the target that the draft reads. intermediate_size: width of the MLP; 0 is the target's.
         rope_theta: RoPE base. fc_norm: norm each hidden state (EAGLE-3.1). norm_output: feed back normed (EAGLE-3.1).
         init_from_target: start from the target's weights, see `init_draft`.
@@ -85,6 +87,7 @@ class TrainConfig:
     batch_size: int = 8
     row_length: int = 512
     draft_vocab_size: int = 8192
+    keep_vocabulary: bool = True
     taps: tuple[int, ...] | None = None
     intermediate_size: int = 0
     rope_theta: float = 10000.0
@@ -232,15 +235,19 @@ def _first_draft(
         config.norm_output,
     )
     model = Eagle3(shape)
+    target_ids = draft_vocabulary(chats, shape.draft_vocab_size, shape.vocab_size)
     if start is None:
-        target_ids = draft_vocabulary(chats, shape.draft_vocab_size, shape.vocab_size)
         key = jax.random.key(config.seed)
         return model, init_draft(model, key, target.params, target_ids, config.init_from_target)
+    free = {"weights"} if config.keep_vocabulary else {"weights", "draft_vocab_size"}
     ours, theirs = dataclasses.asdict(shape), dataclasses.asdict(start.model.config)
-    if other := [name for name in ours if name != "weights" and ours[name] != theirs[name]]:
+    if other := [name for name in ours if name not in free and ours[name] != theirs[name]]:
         raise Eagle3Error(f"{start.name} has another {', '.join(other)} than this run asks for")
+    params = dict(start.params)
+    if not config.keep_vocabulary:
+        params = with_vocabulary(params, target.params, target_ids)
     # A copy: training donates its buffers.
-    return model, jax.tree.map(lambda x: jnp.array(x, copy=True), dict(start.params))
+    return model, jax.tree.map(lambda x: jnp.array(x, copy=True), params)
 
 
 class Trainer:
@@ -248,7 +255,7 @@ class Trainer:
 
     Args:
         target: the target.
-        chats: what it wrote; every fifth chat is held out.
+        chats: what it wrote; some are held out, see `split`.
         config: the run's settings.
         out: folder of `train.json`, `metrics.jsonl` and `checkpoints/`.
         features: folder of the feature cache; `out/features` by default.
@@ -392,7 +399,8 @@ class Trainer:
         if path.exists():
             theirs = read_json(path)
             settings = theirs.get("config", {})
-            changed = [name for name, value in config.items() if settings.get(name) != value]
+            usual = dataclasses.asdict(TrainConfig())
+            changed = [name for name, value in config.items() if settings.get(name, usual[name]) != value]
             if not changed and theirs.get("data", self.rows.name) != self.rows.name:
                 changed = ["chats or target"]
             if not changed and theirs.get("start") != begins_at:

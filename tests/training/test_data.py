@@ -104,6 +104,7 @@ def test_split_is_by_chat_and_stable() -> None:
     assert [int(c.tokens[0]) for c in held_out] == [4, 9]
     assert len(training) == 10
     assert [c.tokens[0] for c in split(chats[:7])[0]] == [c.tokens[0] for c in training[:6]]
+    assert [len(part) for part in split(chats * 200)] == [2000, 400]
 
 
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=30), st.integers(3, 30))

@@ -17,7 +17,7 @@ from eagle3_jax.config import LlamaConfig
 from eagle3_jax.errors import Eagle3Error
 from eagle3_jax.models.eagle3 import Eagle3, shared_weights
 from eagle3_jax.quant.weight import WeightFormats
-from eagle3_jax.training.data import draft_vocabulary, pack
+from eagle3_jax.training.data import draft_vocabulary, pack, split
 from eagle3_jax.training.evaluate import evaluate_decoding
 from eagle3_jax.training.features import FeatureCache
 from eagle3_jax.training.initial import draft_config, init_draft
@@ -113,6 +113,29 @@ def test_a_draft_can_be_trained_further(tmp_path: Path, features: Path) -> None:
             trainer(tmp_path / "more", features, dataclasses.replace(CONFIG, seed=5), start=other)
     with pytest.raises(Eagle3Error, match="another norm_output"):
         trainer(tmp_path / "other", features, dataclasses.replace(CONFIG, norm_output=True), start=first)
+
+
+def test_a_start_can_take_another_vocabulary(tmp_path: Path, features: Path) -> None:
+    first = trainer(tmp_path / "first", features, dataclasses.replace(CONFIG, draft_vocab_size=20))
+    first.run(until=2)
+    start = jax.device_get(first.draft.params)
+    wider = dataclasses.replace(CONFIG, draft_vocab_size=40, keep_vocabulary=False)
+    with pytest.raises(Eagle3Error, match="another draft_vocab_size"):
+        trainer(tmp_path / "kept", features, dataclasses.replace(wider, keep_vocabulary=True), start=first.draft)
+    ours = jax.device_get(trainer(tmp_path / "wider", features, wider, start=first.draft).draft.params)
+    counts = np.bincount(np.concatenate([c.tokens[c.is_assistant] for c in split(FEW)[0]]), minlength=96)
+    ids = np.sort(np.argsort(-counts, kind="stable")[:40])
+    np.testing.assert_array_equal(ours["target_ids"], ids)
+    had = {int(token): start["head"]["weight"].value[:, i] for i, token in enumerate(start["target_ids"])}
+    embedding = np.asarray(selfchats.target().params["embed"]["weight"].value).T
+    for column, token in zip(ours["head"]["weight"].value.T, ids, strict=True):
+        np.testing.assert_array_equal(column, had.get(int(token), embedding[token]))
+    assert 0 < sum(int(token) in had for token in ids) == 20
+    assert any(not np.array_equal(column, embedding[token]) for token, column in had.items())
+    for name in start.keys() - {"head", "target_ids"}:
+        assert_same(ours[name], start[name])
+    whole = dataclasses.replace(wider, draft_vocab_size=0)
+    assert "target_ids" not in trainer(tmp_path / "whole", features, whole, start=first.draft).draft.params
 
 
 def test_another_run_in_the_folder_is_refused(tmp_path: Path, features: Path) -> None:
