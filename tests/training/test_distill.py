@@ -138,6 +138,20 @@ def test_openings_are_read_from_texts_and_topics(tmp_path: Path) -> None:
             read(wrong)
 
 
+@pytest.mark.parametrize("name", ["openings.json", "openings-2.json"])
+def test_packaged_openings_are_whole(name: str) -> None:
+    class Words:
+        def encode(self, text: str) -> list[str]:
+            return text.split()
+
+    path = Path(__file__).parents[2] / "configs" / "prompts" / name
+    texts = [" ".join(words) for words in read_openings(path, Words())]  # pyright: ignore
+    assert len(texts) > 10000 and not any("{" in text for text in texts)
+    assert all(len(set(part)) == len(part) for part in json.loads(path.read_text()).values())
+    # At two tokens a word they leave room in a question of 56.
+    assert max(len(text.split()) for text in texts) * 2 < 56
+
+
 def test_folders_of_other_settings_are_refused(tmp_path: Path) -> None:
     distill(target(), tmp_path, dataclasses.replace(DISTILL, chats=20, batch_size=20), frame=FRAME)
     with pytest.raises(Eagle3Error, match="other batch_size, seed"):
