@@ -246,19 +246,8 @@ def test_train_then_evaluate(run: Any, tmp_path: Path) -> None:
     assert (config["taps"], config["freeze_head"], config["drop_uncovered"]) == ([1, 3, 5], True, False)
     code, _, err = run(
         *("train", "--target", TARGET, "--data", shard, "--out", tmp_path / "more", "--start", folder / "draft"),
-        *(
-            "--row-length",
-            64,
-            "--draft-vocab-size",
-            48,
-            "--taps",
-            "1,3,5",
-            "--steps",
-            1,
-            "--no-answers-only",
-            "--dtype",
-            "bfloat16",
-        ),
+        *("--row-length", 64, "--draft-vocab-size", 48, "--taps", "1,3,5", "--steps", 1, "--no-answers-only"),
+        *("--dtype", "bfloat16"),
     )
     first, more = (json.loads((part / "train.json").read_text()) for part in (folder, tmp_path / "more"))
     assert code == 0 and (first["start"], len(more["start"]), more["config"]["answers_only"]) == (None, 16, False), err

@@ -172,21 +172,24 @@ def distill(
     folder = Path(out)
     with refusing_io(folder):
         _claim(folder, target, config, openings)
-    shards = {
-        folder / f"chats-{number:05d}.npz": range(begin, min(begin + config.batch_size, count))
-        for number, begin in enumerate(range(0, count, config.batch_size))
+    begins = range(0, count, config.batch_size)
+    shards = [folder / f"chats-{i:05d}.npz" for i in range(len(begins))]
+    missing = {
+        path: range(begin, min(begin + config.batch_size, count))
+        for path, begin in zip(shards, begins, strict=True)
+        if not path.exists()
     }
-    missing = {path: numbers for path, numbers in shards.items() if not path.exists()}
     with tqdm(total=count, unit="chat", disable=None) as bar:
-        bar.update(sum(len(numbers) for path, numbers in shards.items() if path not in missing))
         writer = _Writer(config, frame, target.eos_ids, user_turns, openings)
         wanted = [number for numbers in missing.values() for number in numbers]
+        bar.update(count - len(wanted))
         finished: dict[int, Chat | None] = {}
         for number, chat in _write_chats(target, writer, wanted) if wanted else ():
             finished[number] = chat
             bar.update()
-            for path in [path for path, numbers in missing.items() if finished.keys() >= set(numbers)]:
-                chats = [finished.pop(number) for number in missing.pop(path)]
+            path = shards[number // config.batch_size]
+            if all(number in finished for number in missing[path]):
+                chats = [finished.pop(number) for number in missing[path]]
                 write_shard(path, [chat for chat in chats if chat is not None], frame.header)
     written = sum(map(count_chats, shards))
     log.info("%s: %d chats", folder, written)

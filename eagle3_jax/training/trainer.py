@@ -235,8 +235,8 @@ def _first_draft(
         config.norm_output,
     )
     model = Eagle3(shape)
-    target_ids = draft_vocabulary(chats, shape.draft_vocab_size, shape.vocab_size)
     if start is None:
+        target_ids = draft_vocabulary(chats, shape.draft_vocab_size, shape.vocab_size)
         key = jax.random.key(config.seed)
         return model, init_draft(model, key, target.params, target_ids, config.init_from_target)
     free = {"weights"} if config.keep_vocabulary else {"weights", "draft_vocab_size"}
@@ -245,6 +245,7 @@ def _first_draft(
         raise Eagle3Error(f"{start.name} has another {', '.join(other)} than this run asks for")
     params = dict(start.params)
     if not config.keep_vocabulary:
+        target_ids = draft_vocabulary(chats, shape.draft_vocab_size, shape.vocab_size)
         params = with_vocabulary(params, target.params, target_ids)
     # A copy: training donates its buffers.
     return model, jax.tree.map(lambda x: jnp.array(x, copy=True), params)
