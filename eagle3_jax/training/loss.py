@@ -24,7 +24,9 @@ from eagle3_jax.models.attention import MASKED, Attend, Expand, keys_and_values
 from eagle3_jax.models.eagle3 import Eagle3, SharedWeights
 from eagle3_jax.models.layers import apply, positions_of
 
-OBJECTIVES = ("cross_entropy", "kl")
+OBJECTIVES = ("cross_entropy", "kl", "lk")
+LK_RATE = 3.0
+"""How fast an overlap turns the "lk" objective from divergence to overlap; the paper's best."""
 PARTS = 4
 """Parts of the rows in which a step's causal attention is computed."""
 
@@ -36,7 +38,8 @@ class LossConfig:
     Attributes:
         steps: J, how many tokens deep the chain is unrolled.
         decay: step j weighs decay^j.
-        objective: "cross_entropy" (SafeAILab) or "kl" (the same gradient, less the target's entropy).
+        objective: "cross_entropy" (SafeAILab), "kl" (the same gradient, less the target's entropy) or "lk" (see
+            `lk_loss`: more drafts are accepted above temperature 0).
         drop_uncovered: leave out rows whose most likely target token the draft's vocabulary lacks, as
             SafeAILab does.
 
@@ -226,7 +229,7 @@ def ttt_loss(
     log_partition = jax.nn.logsumexp(batch.target_logits, axis=-1)
     probabilities = jnp.exp(batch.target_logits - log_partition[..., None])
     offset = jnp.zeros_like(log_partition)
-    if config.objective == "kl":
+    if config.objective != "cross_entropy":
         offset = log_partition - jnp.sum(probabilities * batch.target_logits, axis=-1)
     chain = jnp.ones_like(batch.loss_mask)
     total, sums = jnp.float32(0), []
@@ -236,6 +239,8 @@ def ttt_loss(
         counted = counted_rows(batch, batch.loss_mask, j)
         expected_logit = jnp.sum(shift_left(probabilities, j) * logits, axis=-1)
         row_loss = jax.nn.logsumexp(logits, axis=-1) - expected_logit - shift_left(offset, j)
+        if config.objective == "lk":
+            row_loss = lk_loss(row_loss, shift_left(probabilities, j), logits)
         best = most_likely(logits)
         hit = (best if target_ids is None else target_ids[best]) == shift_left(batch.target_argmax, j)
         chain &= hit
@@ -243,6 +248,20 @@ def ttt_loss(
         total += config.decay**j * loss / jnp.maximum(jnp.sum(weight), 1.0)
         sums.append((loss, *map(_count, (weight > 0, hit & counted, chain & counted, counted))))
     return total, Metrics(*(jnp.stack(column) for column in zip(*sums, strict=True)))
+
+
+def lk_loss(divergence: Array, probabilities: Array, logits: Array) -> Array:
+    """The hybrid LK loss (arXiv 2602.23881) of each row: float32 [...].
+
+    The share of drafts that are accepted at temperature 1 is the overlap sum(min(p, q)). Its own gradient vanishes
+    where there is none, so that the divergence leads there, and the overlap the more the larger it is.
+
+    Args:
+        divergence: KL(p, q), [...]. probabilities: the target's p, [..., Vd]. logits: the draft's, whose softmax is q.
+    """
+    overlap = jnp.sum(jnp.minimum(probabilities, jax.nn.softmax(logits, axis=-1)), axis=-1)
+    share = lax.stop_gradient(jnp.exp(-LK_RATE * overlap))
+    return share * divergence + (1 - share) * (1 - overlap)
 
 
 def most_likely(logits: Array) -> Array:

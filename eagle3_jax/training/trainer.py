@@ -67,7 +67,8 @@ class TrainConfig:
         init_from_target: start from the target's weights, see `init_draft`.
         freeze_head: leave the head at its initial columns: less to compute and less to overfit.
         ttt_steps: J, how many tokens deep the chain is unrolled. step_decay: step j weighs step_decay^j.
-        objective: "cross_entropy", or "kl" (the same gradient, less the target's entropy).
+        objective: "cross_entropy", "kl" (the same gradient, less the target's entropy), or "lk" (more drafts are
+            accepted above temperature 0).
         drop_uncovered: leave out rows whose most likely target token the draft vocabulary lacks.
         answers_only: learn the answers, not the turns before them too. Where the target wrote those, they are more
             of its text for the same work.

@@ -120,7 +120,10 @@ def rope_theta(config: dict[str, Any]) -> float:
 
 @dataclasses.dataclass
 class SlowSums:
-    """What `Metrics` holds, for one row; `overlap` is the sum of sum(min(p, q)) at temperature 1."""
+    """What `Metrics` holds, for one row; `overlap` is the sum of sum(min(p, q)) at temperature 1.
+
+    `lk` is the loss of the objective of that name.
+    """
 
     loss: np.ndarray
     weight: np.ndarray
@@ -128,6 +131,7 @@ class SlowSums:
     chain_correct: np.ndarray
     count: np.ndarray
     overlap: np.ndarray
+    lk: np.ndarray
 
 
 def sums_of_steps(
@@ -157,5 +161,9 @@ def sums_of_steps(
             sums["overlap"][j] += np.minimum(softmax(there)[ids], q).sum()
             if np.argmax(there) in ids:
                 sums["weight"][j] += 1
-                sums["loss"][j] -= np.sum(softmax(there[ids]) * np.log(q))
+                p = softmax(there[ids])
+                sums["loss"][j] -= np.sum(p * np.log(q))
+                accepted = np.minimum(p, q).sum()
+                share = np.exp(-3 * accepted)
+                sums["lk"][j] += share * np.sum(p * np.log(p / q)) + (1 - share) * (1 - accepted)
     return SlowSums(**sums)

@@ -16,7 +16,7 @@ from eagle3_jax.decoding.drafters import Eagle3Drafter, Verified
 from eagle3_jax.errors import Eagle3Error
 from eagle3_jax.models.eagle3 import shared_weights
 from eagle3_jax.models.layers import apply
-from eagle3_jax.training.loss import Batch, LossConfig, Metrics, shift_left, ttt_loss, ttt_outputs
+from eagle3_jax.training.loss import Batch, LossConfig, Metrics, lk_loss, shift_left, ttt_loss, ttt_outputs
 
 STEPS = 3
 SPECULATORS = LossConfig(STEPS, decay=1.0, objective="kl", drop_uncovered=False)
@@ -130,6 +130,9 @@ def test_every_number_matches_a_slow_restatement(name: str) -> None:
             np.testing.assert_array_equal(getattr(metrics, field), getattr(sums, field))
         np.testing.assert_allclose(metrics.loss, sums.loss, rtol=1e-5, atol=0)
         np.testing.assert_allclose(total, (sums.loss / sums.weight) @ [1, 0.7, 0.49], rtol=1e-5, atol=0)
+        total, metrics = run_loss(subject, one, LossConfig(STEPS, decay=0.7, objective="lk"))
+        np.testing.assert_allclose(metrics.loss, sums.lk, rtol=1e-5, atol=0)
+        np.testing.assert_allclose(total, (sums.lk / sums.weight) @ [1, 0.7, 0.49], rtol=1e-5, atol=0)
     assert correct[1] + correct[2] > chain_correct[1] + chain_correct[2] > 0
 
 
@@ -209,6 +212,23 @@ def test_objectives_share_their_gradient() -> None:
         return jax.jit(jax.grad(of))(subject.params["fc"])["weight"].value
 
     np.testing.assert_allclose(gradient("kl"), gradient("cross_entropy"), rtol=1e-4, atol=1e-6)
+
+
+def test_the_gradient_of_the_lk_loss_holds_its_shares_still() -> None:
+    rng = np.random.default_rng(0)
+    z, target = rng.normal(size=(2, 6, 9)) * 2
+    p, q = slow_ttt.softmax(target), slow_ttt.softmax(z)
+    share = np.exp(-3 * np.minimum(p, q).sum(axis=-1, keepdims=True))
+    # The overlap's is that of the draft's probabilities where they are the smaller ones.
+    smaller = np.where(q < p, q, 0)
+    overlap = smaller - q * smaller.sum(axis=-1, keepdims=True)
+    expected = share * (q - p) - (1 - share) * overlap
+
+    def loss(z: Array) -> Array:
+        divergence = jnp.sum(jax.scipy.special.rel_entr(jnp.float32(p), jax.nn.softmax(z, axis=-1)), axis=-1)
+        return jnp.sum(lk_loss(divergence, jnp.float32(p), z))
+
+    np.testing.assert_allclose(jax.jit(jax.grad(loss))(jnp.float32(z)), expected, rtol=1e-4, atol=1e-6)
 
 
 def test_shift_left() -> None:
