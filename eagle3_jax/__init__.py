@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from eagle3_jax.decoding.sampling import Sampling, row_keys
     from eagle3_jax.decoding.verify import verify_lossless
     from eagle3_jax.errors import Eagle3Error
+    from eagle3_jax.native.build import use_native_products
 
 __version__ = "0.1.0.dev0"
 
@@ -47,6 +48,7 @@ _HOMES = {
     "decoding.sampling": ("Sampling", "row_keys"),
     "decoding.verify": ("verify_lossless",),
     "errors": ("Eagle3Error",),
+    "native.build": ("use_native_products",),
 }
 _HOME = {name: home for home, names in _HOMES.items() for name in names}
 
@@ -75,6 +77,7 @@ __all__ = [
     "score_draft",
     "speculative_generate",
     "stream",
+    "use_native_products",
     "verify_lossless",
 ]
 

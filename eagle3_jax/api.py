@@ -21,7 +21,7 @@ from eagle3_jax.checkpoint.drafts import Draft
 from eagle3_jax.checkpoint.drafts import load_draft as read_draft
 from eagle3_jax.checkpoint.names import FORMATS, check_dtype, default_layout
 from eagle3_jax.checkpoint.targets import Target
-from eagle3_jax.decoding.batches import pad_rows
+from eagle3_jax.decoding.batches import bucket, pad_rows
 from eagle3_jax.decoding.drafters import Eagle3Drafter, Verified
 from eagle3_jax.errors import Eagle3Error
 from eagle3_jax.models.attention import causal_attention
@@ -33,7 +33,6 @@ from eagle3_jax.quant.weight import formats_of
 from eagle3_jax.sharding import mesh_of, shard_weights
 from eagle3_jax.text import Message
 
-SMALLEST_BUCKET = 32
 _BLOCK_SIZE = 32
 _PROBE_PROMPTS = 8
 
@@ -220,7 +219,7 @@ def encode_ids(
 
 def _bucket(length: int, context: int, sizes: Sequence[int] | None) -> int:
     if sizes is None:
-        return min(max(SMALLEST_BUCKET, 1 << (length - 1).bit_length()), context)
+        return bucket(length, context)
     if not isinstance(sizes, list | tuple) or not all(type(size) is int and size > 0 for size in sizes):
         raise Eagle3Error(f"bucket_sizes is {sizes!r:.80}; a list of positive integers is needed")
     fitting = [size for size in sizes if length <= size <= context]

@@ -62,7 +62,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             _start_jax(args)
             if ours:
                 signal.signal(signal.SIGINT, signal.default_int_handler)
-            code = args.run(args)
+            with _native_products(args):
+                code = args.run(args)
             sys.stdout.flush()
             return code
         except SystemExit as stop:  # argparse after --help
@@ -126,6 +127,11 @@ def _add_cache_arguments(parser: argparse.ArgumentParser) -> None:
         help="where compiled programs are kept (default: ~/.cache/eagle3_jax/xla)",
     )
     group.add_argument("--no-compilation-cache", action="store_true", help="compile everything, keep nothing")
+    parser.add_argument(
+        "--no-native",
+        action="store_true",
+        help="leave products of a few rows to XLA; else, on CPU, a kernel does them that the C++ compiler builds once",
+    )
 
 
 def _leave(*_: Any) -> NoReturn:
@@ -175,6 +181,18 @@ def _logs_on_stderr() -> Iterator[None]:
         logging.captureWarnings(False)
         root.removeHandler(handler)
         own.setLevel(level)
+
+
+@contextlib.contextmanager
+def _native_products(args: argparse.Namespace) -> Iterator[None]:
+    """The native kernel for as long as a verb runs, but for one whose programs go elsewhere."""
+    from eagle3_jax.native.build import use_native_products
+
+    use_native_products(not args.no_native and args.run is not export.run)
+    try:
+        yield
+    finally:
+        use_native_products(False)
 
 
 def _start_jax(args: argparse.Namespace) -> None:

@@ -23,6 +23,7 @@ from tqdm import tqdm
 
 from eagle3_jax.checkpoint.drafts import Draft
 from eagle3_jax.checkpoint.targets import Target
+from eagle3_jax.decoding.batches import bucket
 from eagle3_jax.decoding.drafters import Drafter, Eagle3Drafter, NoDrafter, Verified
 from eagle3_jax.decoding.loop import (
     ERROR,
@@ -43,6 +44,7 @@ from eagle3_jax.decoding.stats import acceptance
 from eagle3_jax.errors import Eagle3Error
 from eagle3_jax.models.eagle3 import shared_weights
 from eagle3_jax.models.layers import apply
+from eagle3_jax.quant import few_rows
 from eagle3_jax.quant.weight import weight_bytes
 
 VERIFY_ROWS = (2, 3, 5, 6, 9)
@@ -121,7 +123,7 @@ def run_bench(
 
 
 def machine() -> str:
-    """The machine in words: processor, cores, JAX's version and device, date."""
+    """The machine in words: processor, cores, JAX's version and device, whether the native kernel is in use, date."""
     processor = platform.processor() or platform.machine()
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists():
@@ -131,7 +133,8 @@ def machine() -> str:
     device = jax.devices()[0]
     kind = "" if device.platform == "cpu" else f" {jax.device_count()} x {device.device_kind}"
     date = datetime.date.today().isoformat()
-    return f"{processor}, {cores} cores, jax {jax.__version__}, {device.platform}{kind}, {date}"
+    kernel = ", native products" if few_rows.in_use() else ""
+    return f"{processor}, {cores} cores, jax {jax.__version__}, {device.platform}{kind}{kernel}, {date}"
 
 
 def measure_floor(params: Any, tries: int = 20) -> dict[str, Any]:
@@ -280,11 +283,15 @@ def _next_ids(logits: Array) -> Array:
 
 
 def _batches(token_ids: Array, lengths: Array, concurrency: int) -> list[tuple[Array, Array]]:
-    """The prompts in batches of one size; the last is filled up from the first prompts."""
+    """The prompts in batches of one size, each padded as it would be alone.
+
+    The last is filled up from the first prompts.
+    """
     ids, counts = np.asarray(token_ids), np.asarray(lengths)
     total = -(-len(counts) // concurrency) * concurrency
     rows = (np.arange(total) % len(counts)).reshape(-1, concurrency)
-    return [(jnp.asarray(ids[part]), jnp.asarray(counts[part])) for part in rows]
+    widths = [bucket(int(counts[part].max()), ids.shape[1]) for part in rows]
+    return [(jnp.asarray(ids[part, :n]), jnp.asarray(counts[part])) for part, n in zip(rows, widths, strict=True)]
 
 
 def _measure_cells(
@@ -318,8 +325,10 @@ def _measure_cells(
         return run_speculative(target.params, draft.params, *prompts, *request, **models, config=config)
 
     programs = [plain, *(partial(speculative, chain) for chain in chains.values())]
-    for program in programs:
-        jax.block_until_ready(program(*batches[0]))
+    # One batch of every padded length: each is compiled before the clock starts.
+    for batch in {batch[0].shape: batch for batch in batches}.values():
+        for program in programs:
+            jax.block_until_ready(program(*batch))
     turns = [_one_turn(programs, batches, done) for _ in range(repeats)]
     return [_cell(batches, [(turn[0], turn[i]) for turn in turns]) for i in range(1, len(programs))]
 

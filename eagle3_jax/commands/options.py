@@ -251,16 +251,19 @@ def load_pair(args: argparse.Namespace) -> "tuple[Target, Draft | None]":
 
 
 def load_draft(args: argparse.Namespace, name: str, target: "Target") -> "Draft":
-    """A draft of that name or folder, under --draft-set.
+    """A draft of that name or folder, under --draft-set, and as the native kernel likes it where that is in use.
 
     Raises:
         Eagle3Error: whatever the loader refuses.
     """
     import eagle3_jax as e3
+    from eagle3_jax.native.weights import in_bfloat16
+    from eagle3_jax.quant import few_rows
 
     settings = dict(args.draft_set)
     loading = {key: settings.pop(key) for key in ("widen", "activations") if key in settings}
-    return e3.load_draft(name, target, overrides=settings, **loading)
+    draft = e3.load_draft(name, target, overrides=settings, **loading)
+    return in_bfloat16(draft) if few_rows.in_use() else draft
 
 
 def load_draft_pair(args: argparse.Namespace) -> "tuple[Target, Draft]":

@@ -11,6 +11,18 @@ from jax import Array
 from eagle3_jax.decoding.loop import ERROR, Generation
 from eagle3_jax.errors import Eagle3Error
 
+SMALLEST_BUCKET = 32
+
+
+def bucket(length: int, context: int) -> int:
+    """The padded length of prompts of up to `length` tokens: a power of two from 32 up to the context.
+
+    Example:
+        >>> bucket(33, 8192)
+        64
+    """
+    return min(max(SMALLEST_BUCKET, 1 << (length - 1).bit_length()), context)
+
 
 def pad_rows(rows: Sequence[Sequence[int]], width: int | None = None) -> tuple[np.ndarray, np.ndarray]:
     """Rows padded at the end with 0.

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from flax import struct
 from jax import Array, lax
 
+from eagle3_jax.quant import few_rows
 from eagle3_jax.quant.activations import fake_quantize
 from eagle3_jax.quant.formats import FLOAT_FORMATS, NARROW_FORMATS, check_format
 from eagle3_jax.quant.products import narrow_product, product, take_rows
@@ -67,6 +68,8 @@ class Weight:
             y = narrow_product(x, self.value, self.scale, self.format, self.activations, self.input_scale)
             return y.astype(x.dtype)
         x = fake_quantize(x, self.activations, self.input_scale)
+        if self.layout == "kn" and few_rows.fits(x, self.value):
+            return few_rows.product(x, self.value)
         value = self.value.astype(x.dtype)
         if self.layout == "nk":
             return product(x, value).astype(x.dtype)

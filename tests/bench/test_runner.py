@@ -94,6 +94,10 @@ def test_the_last_batch_is_filled_up() -> None:
     assert [batch[0].tolist() for batch in batches] == [[[0, 1], [2, 3]], [[4, 5], [0, 1]]]
     assert [batch[1].tolist() for batch in batches] == [[2, 1], [2, 2]]
     assert len(runner._batches(ids, lengths, 4)) == 1
+    # Each batch is as wide as its own prompts need.
+    lengths = jnp.array([3, 33, 64, 65], jnp.int32)
+    widths = [batch[0].shape for batch in runner._batches(jnp.zeros((4, 100), jnp.int32), lengths, 1)]
+    assert widths == [(1, 32), (1, 64), (1, 64), (1, 100)]
 
 
 def test_acceptance_counts_as_vllm_does() -> None:

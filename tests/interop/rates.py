@@ -24,6 +24,7 @@ from eagle3_jax.checkpoint.registry import locate
 from eagle3_jax.commands.request import encode_workload
 from eagle3_jax.decoding.batches import unpad_rows
 from eagle3_jax.decoding.request import parse_speculation
+from eagle3_jax.native.weights import in_bfloat16
 
 NEW = 96
 
@@ -34,10 +35,12 @@ def main() -> None:
     parser.add_argument("--speculation", default="chain:1", type=parse_speculation)
     parser.add_argument("--repeats", default=3, type=int)
     args = parser.parse_args()
+    native = e3.use_native_products()
     target = e3.load_target("smollm2-135m")
     draft = e3.load_draft("smollm2-135m-eagle3", target)
-    ids, lengths = encode_workload(load_workload("dev"), target)
-    prompts = unpad_rows(ids, lengths)
+    draft = in_bfloat16(draft) if native else draft
+    prompts = unpad_rows(*encode_workload(load_workload("dev"), target))
+    batches = [e3.encode_ids(target, [prompt]) for prompt in prompts]
     sampling = e3.Sampling.make(1, ignore_eos=True)
     config = e3.GenerationConfig(max_new_tokens=NEW, speculation=args.speculation, transforms=())
     run_plain = jax.jit(e3.generate, static_argnames=("model", "config"))
@@ -45,7 +48,7 @@ def main() -> None:
     models = {"target_model": target.model, "draft_model": draft.model}
 
     def given(row: int) -> tuple:
-        return ids[row : row + 1], lengths[row : row + 1], e3.row_keys(0, 1), sampling
+        return *batches[row], e3.row_keys(0, 1), sampling
 
     with tempfile.TemporaryDirectory() as folder:
         peer = load(write_float32(locate("smollm2-135m", "target")[1], Path(folder) / "float32.gguf"), context=512)
@@ -55,7 +58,8 @@ def main() -> None:
             "speculative": lambda row: run_drafted(target.params, draft.params, *given(row), **models, config=config),
         }
         for run in runs.values():
-            jax.block_until_ready(run(0))
+            for row in range(len(prompts)):
+                jax.block_until_ready(run(row))
         turns = []
         for _ in range(args.repeats):
             seconds = dict.fromkeys(runs, 0.0)
