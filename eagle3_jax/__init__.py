@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from eagle3_jax.decoding.sampling import Sampling, row_keys
     from eagle3_jax.decoding.verify import verify_lossless
     from eagle3_jax.errors import Eagle3Error
-    from eagle3_jax.native.build import use_native_products
+    from eagle3_jax.native.build import use_native_kernels
 
 __version__ = "0.1.0.dev0"
 
@@ -48,7 +48,7 @@ _HOMES = {
     "decoding.sampling": ("Sampling", "row_keys"),
     "decoding.verify": ("verify_lossless",),
     "errors": ("Eagle3Error",),
-    "native.build": ("use_native_products",),
+    "native.build": ("use_native_kernels",),
 }
 _HOME = {name: home for home, names in _HOMES.items() for name in names}
 
@@ -77,7 +77,7 @@ __all__ = [
     "score_draft",
     "speculative_generate",
     "stream",
-    "use_native_products",
+    "use_native_kernels",
     "verify_lossless",
 ]
 

@@ -62,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             _start_jax(args)
             if ours:
                 signal.signal(signal.SIGINT, signal.default_int_handler)
-            with _native_products(args):
+            with _native_kernels(args):
                 code = args.run(args)
             sys.stdout.flush()
             return code
@@ -130,7 +130,7 @@ def _add_cache_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--no-native",
         action="store_true",
-        help="leave products of a few rows to XLA; else, on CPU, a kernel does them that the C++ compiler builds once",
+        help="XLA alone; else, on CPU, kernels that the C++ compiler builds once multiply few rows and attend to them",
     )
 
 
@@ -184,15 +184,15 @@ def _logs_on_stderr() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _native_products(args: argparse.Namespace) -> Iterator[None]:
-    """The native kernel for as long as a verb runs, but for one whose programs go elsewhere."""
-    from eagle3_jax.native.build import use_native_products
+def _native_kernels(args: argparse.Namespace) -> Iterator[None]:
+    """The native kernels for as long as a verb runs, but for one whose programs go elsewhere."""
+    from eagle3_jax.native.build import use_native_kernels
 
-    use_native_products(not args.no_native and args.run is not export.run)
+    use_native_kernels(not args.no_native and args.run is not export.run)
     try:
         yield
     finally:
-        use_native_products(False)
+        use_native_kernels(False)
 
 
 def _start_jax(args: argparse.Namespace) -> None:

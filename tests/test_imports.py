@@ -35,7 +35,7 @@ ALLOWED: dict[str, set[str]] = {
     "models": _BASE | {"cache"},
     "decoding": _DECODING,
     "checkpoint": _BASE | {"models", "text"},
-    "native": _BASE | {"checkpoint"},
+    "native": _BASE | {"checkpoint", "models"},
     **{part: _DECODING | {"decoding"} | _LOADERS | _USERS for part in _USERS},
 }
 # Edges that see everything: the public names, the function-level facade behind them, the shell and its verbs.

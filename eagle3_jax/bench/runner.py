@@ -133,7 +133,7 @@ def machine() -> str:
     device = jax.devices()[0]
     kind = "" if device.platform == "cpu" else f" {jax.device_count()} x {device.device_kind}"
     date = datetime.date.today().isoformat()
-    kernel = ", native products" if few_rows.in_use() else ""
+    kernel = ", native kernels" if few_rows.in_use() else ""
     return f"{processor}, {cores} cores, jax {jax.__version__}, {device.platform}{kind}{kernel}, {date}"
 
 

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from eagle3_jax.cache.paged import Fp8Pool, Pool, Step, as_kept, read_chunk, write
+from eagle3_jax.models import few_queries
 from eagle3_jax.sharding import each_row_on_cpu, in_step
 
 Expand = Callable[[Array], tuple[Array, Array]]
@@ -126,9 +127,14 @@ def paged_attention(step: Step, chunk_size: int = CHUNK_SIZE) -> Attend:
             chunks = (jnp.max(highest) + chunk_size - 1) // chunk_size
             return lax.while_loop(lambda carry: carry[0] < chunks, body, (first, state))[1]
 
-        queries = _grouped(q, k, scale)
-        state = each_row_on_cpu(walk, (queries, k, v, step.table, step.start, step.positions, lowest, highest))
-        return _finish(_sunk(state, sinks), q), pool
+        def walked() -> Array:
+            queries = _grouped(q, k, scale)
+            state = each_row_on_cpu(walk, (queries, k, v, step.table, step.start, step.positions, lowest, highest))
+            return _finish(_sunk(state, sinks), q)
+
+        if few_queries.fits(q, v, pool, sinks):
+            return few_queries.attend(q, k, v, pool, step, scale, window, walked), pool
+        return walked(), pool
 
     return attend
 

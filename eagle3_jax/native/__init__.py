@@ -1,1 +1,1 @@
-"""An optional kernel for CPUs, built by the machine's own C++ compiler when it is first asked for."""
+"""Optional kernels for CPUs, built by the machine's own C++ compiler when they are first asked for."""

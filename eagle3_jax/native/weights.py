@@ -13,7 +13,7 @@ def in_bfloat16(draft: Draft) -> Draft:
     """The draft with its float32 matrices in bfloat16 where that holds the same numbers, as in the files of most.
 
     The native kernel widens them as it reads, which halves what a draft step reads. XLA would widen them anew in
-    every step: call `use_native_products` first. Its drafts are the same, bit for bit.
+    every step: call `use_native_kernels` first. Its drafts are the same, bit for bit.
 
     Args:
         draft: one to decode with. To train or to save it, keep the given one.

@@ -35,7 +35,7 @@ def main() -> None:
     parser.add_argument("--speculation", default="chain:1", type=parse_speculation)
     parser.add_argument("--repeats", default=3, type=int)
     args = parser.parse_args()
-    native = e3.use_native_products()
+    native = e3.use_native_kernels()
     target = e3.load_target("smollm2-135m")
     draft = e3.load_draft("smollm2-135m-eagle3", target)
     draft = in_bfloat16(draft) if native else draft

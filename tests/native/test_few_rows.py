@@ -1,8 +1,6 @@
 """The native kernel: right, the same alone and among others, and out of the way where it is not wanted."""
 
 import logging
-import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +9,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
+from kernel import arrays, kernel  # noqa: F401 - a fixture
 
 from eagle3_jax.checkpoint.drafts import Draft
 from eagle3_jax.cli import main
 from eagle3_jax.decoding.loop import generate, speculative_generate
 from eagle3_jax.decoding.request import Chain, GenerationConfig
 from eagle3_jax.decoding.sampling import Sampling, row_keys
+from eagle3_jax.models import few_queries
 from eagle3_jax.models.attention import causal_attention
 from eagle3_jax.models.eagle3 import shared_weights
 from eagle3_jax.models.layers import apply, positions_of
@@ -26,25 +26,6 @@ from eagle3_jax.quant import few_rows
 from eagle3_jax.quant.weight import named_weights
 
 SHAPES = [(1, 1), (7, 5), (16, 16), (33, 17), (8, 300), (576, 192), (100, 5000), (31, 4111), (2000, 64)]
-
-
-@pytest.fixture
-def kernel(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The kernel, in spite of the tests' several devices."""
-    if shutil.which("c++") is None:
-        pytest.skip("there is no C++ compiler")
-    monkeypatch.delenv("CXX", raising=False)
-    monkeypatch.setattr(few_rows, "suited", lambda: True)
-    build._registered.cache_clear()
-    assert build.use_native_products()
-    yield
-    build.use_native_products(False)
-    build._registered.cache_clear()
-
-
-def arrays(*shapes: tuple[int, ...]) -> list[np.ndarray]:
-    rng = np.random.default_rng(0)
-    return [rng.normal(size=shape).astype(np.float32) for shape in shapes]
 
 
 @pytest.mark.usefixtures("kernel")
@@ -136,11 +117,12 @@ def test_decoding_with_it_gives_the_same_text() -> None:
         models: dict[str, Any] = {"target_model": model, "draft_model": draft_model, "config": config}
         drafted = jax.jit(lambda *given: speculative_generate(params, draft_params, *given, **models))
         for run in (plain, drafted):
-            assert (few_rows.TARGET in run.lower(*given).as_text()) is few_rows.in_use()
+            text = run.lower(*given).as_text()
+            assert all((name in text) is few_rows.in_use() for name in (few_rows.TARGET, few_queries.TARGET))
         return [np.asarray(run(*given).tokens) for run in (plain, drafted)]
 
     ours = texts()
-    build.use_native_products(False)
+    build.use_native_kernels(False)
     for got, wanted in zip(ours, texts(), strict=True):
         np.testing.assert_array_equal(got, wanted)
     np.testing.assert_array_equal(*ours)
@@ -149,7 +131,7 @@ def test_decoding_with_it_gives_the_same_text() -> None:
 def refused(caplog: pytest.LogCaptureFixture) -> str:
     build._registered.cache_clear()
     with caplog.at_level(logging.DEBUG, "eagle3_jax"):
-        assert not build.use_native_products()
+        assert not build.use_native_kernels()
     assert not few_rows.in_use()
     build._registered.cache_clear()
     return caplog.messages[-1]
@@ -164,7 +146,7 @@ def test_where_it_cannot_be_had_the_log_says_why(
     monkeypatch.setenv("CXX", "no-such-compiler")
     assert "no C++ compiler no-such-compiler" in refused(caplog)
     monkeypatch.setenv("CXX", "false")
-    assert "cannot build the kernel" in refused(caplog)
+    assert "cannot build them" in refused(caplog)
     assert not list(tmp_path.rglob("*.so"))
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
@@ -175,7 +157,7 @@ def test_where_it_cannot_be_had_the_log_says_why(
 def test_the_command_line_uses_it_while_a_verb_runs(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    build.use_native_products(False)
+    build.use_native_kernels(False)
     seen = []
 
     def inspect(args: Any) -> int:
