@@ -132,7 +132,7 @@ def paged_attention(step: Step, chunk_size: int = CHUNK_SIZE) -> Attend:
             state = each_row_on_cpu(walk, (queries, k, v, step.table, step.start, step.positions, lowest, highest))
             return _finish(_sunk(state, sinks), q)
 
-        if few_queries.fits(q, v, pool, sinks):
+        if isinstance(pool, Array) and expand is _halves and sinks is None and few_queries.fits(q, v, pool):
             return few_queries.attend(q, k, v, pool, step, scale, window, walked), pool
         return walked(), pool
 

@@ -4,7 +4,6 @@ Dimension letters: B rows, T new tokens, N query heads, R key-value heads, D wid
 """
 
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,13 +17,11 @@ TARGET = "eagle3_few_queries"
 """Name of the kernel among XLA's foreign functions."""
 
 
-def fits(q: Array, v: Any, pool: Any, sinks: Array | None) -> bool:
-    """Whether attention is for the kernel: few queries, ordinary keys and values, all in float32."""
-    if not few_rows.in_use() or not isinstance(v, Array) or not isinstance(pool, Array) or sinks is not None:
-        return False
+def fits(q: Array, v: Array, pool: Array) -> bool:
+    """Whether attention is for the kernel: few queries, values as wide as they, all in float32."""
     batch, length, _, width = q.shape
     same = v.shape[-1] == width and all(x.dtype == jnp.float32 for x in (q, v, pool))
-    return same and 0 < batch * length <= few_rows.AT_ONCE
+    return few_rows.in_use() and same and 0 < batch * length <= few_rows.AT_ONCE
 
 
 def attend(

@@ -90,12 +90,25 @@ def test_what_is_not_finite_spoils_only_the_queries_that_see_it() -> None:
         assert not np.any(np.isfinite(ours[:, 2]))
 
 
-def test_it_is_for_few_queries_and_wide_pools() -> None:
+def test_it_is_for_few_queries_in_float32() -> None:
     q, v = jnp.ones((2, 8, 4, 16)), jnp.ones((2, 8, 2, 16))
-    (wide,), (narrow,) = make_pools(1, 8, 2, 32, "float32"), make_pools(1, 8, 2, 32, "float32", "fp8")
-    assert few_queries.fits(q, v, wide, None)
-    assert not few_queries.fits(jnp.ones((1, 17, 4, 16)), v, wide, None)
-    assert not few_queries.fits(q, v, narrow, None) and not few_queries.fits(q, v, wide, jnp.ones(4))
-    assert not few_queries.fits(q, lambda kept: (kept, kept), wide, None)
-    assert not few_queries.fits(q.astype(jnp.bfloat16), v, wide, None)
-    assert not few_queries.fits(q, v[..., :8], wide, None)
+    pool = make_pools(1, 8, 2, 32, "float32")[0]
+    assert isinstance(pool, jax.Array) and few_queries.fits(q, v, pool)
+    assert not few_queries.fits(jnp.ones((1, 17, 4, 16)), v, pool) and not few_queries.fits(q, v[..., :8], pool)
+    half = [x.astype(jnp.bfloat16) for x in (q, v, pool)]
+    assert not any(few_queries.fits(*x) for x in ((half[0], v, pool), (q, half[1], pool), (q, v, half[2])))
+
+
+def test_other_kinds_of_attention_go_without_it() -> None:
+    q, k, v, _, table, start = map(jnp.asarray, given(CASES[1]))
+    step = chain_step(table, start, jnp.full_like(start, 3), 3, BLOCK, BLOCKS * BLOCK)
+
+    def program(format: str | None, sinks: bool, latent: bool) -> str:
+        pool = make_pools(1, BLOCKS * BLOCK, 3, 128 // (1 + latent), "float32", format)[0]
+        values = (lambda kept: (kept, kept)) if latent else v
+        mixed = jax.jit(lambda q: paged_attention(step)(q, k, values, pool, sinks=jnp.ones(9) if sinks else None)[0])
+        return mixed.lower(q).as_text()
+
+    assert few_queries.TARGET in program(None, False, False)
+    for other in (("fp8", False, False), (None, True, False), (None, False, True)):
+        assert few_queries.TARGET not in program(*other), other
