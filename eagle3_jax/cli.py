@@ -34,6 +34,8 @@ from eagle3_jax.commands.options import output_folder
 from eagle3_jax.errors import Eagle3Error
 
 VERBS = (generate, score, inspect, verify, distill, train, evaluate, bench, convert, quantize, export)
+WITHOUT_KERNELS = (inspect, convert, export)
+"""Verbs that only look at files, or whose programs run elsewhere: they need not wait for a compiler."""
 REFUSED, INTERRUPTED, CLOSED_PIPE = 2, 130, 141
 """Exit codes, the last two as a shell reports SIGINT and SIGPIPE."""
 NO_MEMORY = "not enough memory; ask for fewer prompts, fewer tokens or a smaller model"
@@ -185,10 +187,13 @@ def _logs_on_stderr() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _native_kernels(args: argparse.Namespace) -> Iterator[None]:
-    """The native kernels for as long as a verb runs, but for one whose programs go elsewhere."""
+    """The native kernels for as long as a verb runs that computes with a model here."""
+    if args.no_native or args.run in [verb.run for verb in WITHOUT_KERNELS]:
+        yield
+        return
     from eagle3_jax.native.build import use_native_kernels
 
-    use_native_kernels(not args.no_native and args.run is not export.run)
+    use_native_kernels()
     try:
         yield
     finally:

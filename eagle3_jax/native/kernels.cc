@@ -210,11 +210,8 @@ void AttendHead(const Attention& a, int64_t row, int64_t head, float* scores) {
   const int64_t group = a.heads / a.kv_heads, rows = a.queries * group;
   const int64_t before = std::max<int64_t>(a.start[row], 0), tokens = before + a.queries;
   const int32_t* table = a.table + row * a.blocks;
-  const auto query = [&](int64_t r) {
-    return a.q + ((row * a.queries + r / group) * a.heads + head * group + r % group) * a.width;
-  };
-  const auto result = [&](int64_t r) {
-    return a.y + ((row * a.queries + r / group) * a.heads + head * group + r % group) * a.width;
+  const auto place = [&](int64_t r) {
+    return ((row * a.queries + r / group) * a.heads + head * group + r % group) * a.width;
   };
   const auto own = [&](const float* x, int64_t t) { return x + ((row * a.queries + t) * a.kv_heads + head) * a.width; };
   const auto kept = [&](int64_t position) {
@@ -230,7 +227,7 @@ void AttendHead(const Attention& a, int64_t row, int64_t head, float* scores) {
   for (int64_t s = 0; s < tokens; ++s) {
     const float* key = s < before ? kept(s) : own(a.k, s - before);
     for (int64_t r = 0; r < rows; ++r) {
-      scores[r * tokens + s] = sees(r / group, s) ? a.scale * Dot(query(r), key, a.width) : kMasked;
+      scores[r * tokens + s] = sees(r / group, s) ? a.scale * Dot(a.q + place(r), key, a.width) : kMasked;
     }
   }
   for (int64_t r = 0; r < rows; ++r) {
@@ -240,13 +237,13 @@ void AttendHead(const Attention& a, int64_t row, int64_t head, float* scores) {
     float total = 0;
     for (int64_t s = 0; s < tokens; ++s) total += weights[s];
     for (int64_t s = 0; s < tokens; ++s) weights[s] /= total;
-    std::fill(result(r), result(r) + a.width, 0.0f);
+    std::fill_n(a.y + place(r), a.width, 0.0f);
   }
   for (int64_t s = 0; s < tokens; ++s) {
     const float* value = s < before ? kept(s) + a.width : own(a.v, s - before);
     for (int64_t r = 0; r < rows; ++r) {
       // A weight of zero does not silence a NaN among the values.
-      if (sees(r / group, s)) AddTo(result(r), scores[r * tokens + s], value, a.width);
+      if (sees(r / group, s)) AddTo(a.y + place(r), scores[r * tokens + s], value, a.width);
     }
   }
 }

@@ -16,11 +16,10 @@ MAX_ROWS = {jnp.dtype(jnp.float32): AT_ONCE, jnp.dtype(jnp.bfloat16): 8 * AT_ONC
 _used = False
 
 
-def use(on: bool) -> bool:
-    """Whether programs traced from now on call the kernel, which must be registered; returns what was so before."""
+def use(on: bool) -> None:
+    """Whether programs traced from now on call the kernel, which must be registered."""
     global _used
-    before, _used = _used, on
-    return before
+    _used = on
 
 
 def suited() -> bool:

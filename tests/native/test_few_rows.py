@@ -155,16 +155,19 @@ def test_where_it_cannot_be_had_the_log_says_why(
 
 @pytest.mark.usefixtures("kernel")
 def test_the_command_line_uses_it_while_a_verb_runs(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     build.use_native_kernels(False)
     seen = []
 
-    def inspect(args: Any) -> int:
+    def distill(args: Any) -> int:
         seen.append(few_rows.in_use())
         return 0
 
-    monkeypatch.setattr("eagle3_jax.commands.inspect.run", inspect)
-    assert main(["inspect", "anything"]) == 0 and main(["inspect", "anything", "--no-native"]) == 0
+    monkeypatch.setattr("eagle3_jax.commands.distill.run", distill)
+    line = ["distill", "--target", "anything", "--out", str(tmp_path)]
+    assert main(line) == 0 and main([*line, "--no-native"]) == 0
     assert seen == [True, False] and not few_rows.in_use()
+    monkeypatch.setattr("eagle3_jax.commands.inspect.run", distill)
+    assert main(["inspect", "anything"]) == 0 and seen == [True, False, False]
     assert capsys.readouterr().err == ""
