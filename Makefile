@@ -23,7 +23,7 @@ VENV_INTEROP := .venv-interop
 # torch is pinned: a newer one may pull several GB of GPU libraries.
 INTEROP_PACKAGES ?= torch==2.13.0 transformers speculators compressed-tensors llama-cpp-python
 
-.PHONY: help venv model demo test lint types check interop notebooks fp8-draft rocm-report rocm-check clean
+.PHONY: help venv model demo test fuzz lint types check interop notebooks fp8-draft rocm-report rocm-check clean
 .DELETE_ON_ERROR:
 
 help:

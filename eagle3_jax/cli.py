@@ -113,14 +113,14 @@ class _Parser(argparse.ArgumentParser):
         if self.add_flags is not None:
             self.add_flags(self)
             self.add_flags = None
-            _add_cache_arguments(self)
+            _add_start_arguments(self)
         return super().parse_known_args(*args, **kwargs)
 
     def error(self, message: str) -> NoReturn:
         raise Eagle3Error(f"{message} (see {self.prog} --help)")
 
 
-def _add_cache_arguments(parser: argparse.ArgumentParser) -> None:
+def _add_start_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_mutually_exclusive_group()
     group.add_argument(
         "--compilation-cache",
@@ -187,17 +187,16 @@ def _logs_on_stderr() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _native_kernels(args: argparse.Namespace) -> Iterator[None]:
-    """The native kernels for as long as a verb runs that computes with a model here."""
-    if args.no_native or args.run in [verb.run for verb in WITHOUT_KERNELS]:
-        yield
-        return
+    """The native kernels for as long as a verb runs that computes with a model here, and for no other."""
     from eagle3_jax.native.build import use_native_kernels
+    from eagle3_jax.quant import few_rows
 
-    use_native_kernels()
+    before = few_rows.in_use()
+    use_native_kernels(not args.no_native and args.run not in [verb.run for verb in WITHOUT_KERNELS])
     try:
         yield
     finally:
-        use_native_kernels(False)
+        few_rows.use(before)
 
 
 def _start_jax(args: argparse.Namespace) -> None:

@@ -17,11 +17,11 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         pytest.skip("there is no C++ compiler")
     monkeypatch.delenv("CXX", raising=False)
     monkeypatch.setattr(few_rows, "suited", lambda: True)
-    build._registered.cache_clear()
+    build._register.cache_clear()
     assert build.use_native_kernels()
     yield
     build.use_native_kernels(False)
-    build._registered.cache_clear()
+    build._register.cache_clear()
 
 
 def arrays(*shapes: tuple[int, ...]) -> list[np.ndarray]:

@@ -84,7 +84,8 @@ def paged_attention(step: Step, chunk_size: int = CHUNK_SIZE) -> Attend:
     """Attention over a pool's prefix and the new tokens, which it writes into the pool.
 
     The prefix is walked in chunks up to the longest row's length with an online softmax (arXiv 1805.02867), so
-    no buffer as long as the context exists. A window starts the walk where the shortest row's begins.
+    no buffer as long as the context exists. A window starts the walk where the shortest row's begins. Few queries go
+    to the native kernel where that is in use, which keeps their scores over the whole context.
     """
     chunk_size = max(chunk_size // step.block_size, 1) * step.block_size
     # Once for all layers: on a mesh the groups of rows exchange these.

@@ -42,7 +42,8 @@ def attend(
         default: the same on other platforms.
     """
     batch, length, heads, width = q.shape
-    kernel = jax.ffi.ffi_call(TARGET, jax.ShapeDtypeStruct((batch, length, heads * width), jnp.float32))
+    result = jax.ShapeDtypeStruct((batch, length, heads * width), jnp.float32)
+    kernel = jax.ffi.ffi_call(TARGET, result, vmap_method="sequential")
     settings = {
         "scale": np.float32(width**-0.5 if scale is None else scale),
         "block_size": np.int64(step.block_size),

@@ -5,6 +5,7 @@ import hashlib
 import logging
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import tempfile
@@ -14,6 +15,7 @@ from pathlib import Path
 import jax
 
 from eagle3_jax.checkpoint.files import user_cache
+from eagle3_jax.errors import Eagle3Error
 from eagle3_jax.models import few_queries
 from eagle3_jax.quant import few_rows
 
@@ -26,14 +28,14 @@ SECONDS = 300
 
 
 def use_native_kernels(on: bool = True) -> bool:
-    """Let native kernels do what decoding does with a few float32 rows, in programs traced from now on.
+    """Let native kernels do what decoding does with a few float32 rows; programs are traced anew where that changes.
 
-    These are products of one to sixteen rows with a matrix, and attention of up to sixteen queries over a paged
-    cache. XLA's own take longer for a few rows than for one, which is what a verify pass pays for. The kernels read
-    weights and cache once for all rows, at the rate that memory has, and give a row the same bits alone and among
-    others. They are for one CPU device; elsewhere, and for other formats, nothing changes. The first call compiles
-    them with the C++ compiler that the environment variable CXX names, or c++, and keeps them in the user's cache.
-    Programs to export are to be traced without them.
+    These are products of one to sixteen rows with a matrix (128 with one in bfloat16), and attention of up to sixteen
+    queries over a paged cache. XLA's own take longer for a few rows than for one, which is what a verify pass pays
+    for. The kernels read weights and cache once for all rows, at the rate that memory has, and give a row the same
+    bits alone and among as many others. They are for one CPU device; elsewhere, and for other formats, nothing
+    changes. The first call compiles them with the C++ compiler that the environment variable CXX names, or c++, and
+    keeps them in the user's cache. Programs to export are to be traced without them.
 
     Args:
         on: False goes back to XLA's own.
@@ -46,50 +48,63 @@ def use_native_kernels(on: bool = True) -> bool:
         >>> use_native_kernels()  # doctest: +SKIP
         True
     """
-    fault = _registered() if on else None
-    if fault is not None:
-        level = logging.INFO if few_rows.suited() else logging.DEBUG
-        log.log(level, "no native kernels: %s", fault)
-    few_rows.use(on and fault is None)
-    return on and fault is None
+    usable = on
+    if on:
+        try:
+            _register()
+        except Eagle3Error as fault:
+            log.log(logging.INFO if few_rows.suited() else logging.DEBUG, "no native kernels: %s", fault)
+            usable = False
+    few_rows.use(usable)
+    return usable
 
 
 @cache
-def _registered() -> str | None:
-    """Hand the kernels to XLA; returns what is in the way of it."""
+def _register() -> None:
+    """Build the kernels and hand them to XLA, once.
+
+    Raises:
+        Eagle3Error: what is in the way of it.
+    """
     if not few_rows.suited():
-        return f"they are for one CPU device, not {jax.device_count()} of {jax.default_backend()}"
-    compiler = shutil.which(os.environ.get("CXX") or "c++")
-    if compiler is None:
-        return f"no C++ compiler {os.environ.get('CXX') or 'c++'} to build them with"
+        raise Eagle3Error(f"they are for one CPU device, not {jax.device_count()} of {jax.default_backend()}")
+    named = os.environ.get("CXX") or "c++"
+    compiler = shlex.split(named)
+    if not compiler or shutil.which(compiler[0]) is None:
+        raise Eagle3Error(f"no C++ compiler {named} to build them with")
     try:
-        library = _built(compiler)
-        handlers = {name: getattr(ctypes.CDLL(str(library)), name) for name in (few_rows.TARGET, few_queries.TARGET)}
-    except subprocess.SubprocessError as error:
-        output = getattr(error, "stderr", None) or ""
-        return f"{compiler} cannot build them: {next(iter(output.splitlines()), error)}"
+        library = _library(compiler)
+        for name in (few_rows.TARGET, few_queries.TARGET):
+            jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(getattr(library, name)), platform="cpu")
+    except subprocess.TimeoutExpired as error:
+        raise Eagle3Error(f"{named} has not built them in {SECONDS} s") from error
+    except subprocess.CalledProcessError as error:
+        lines = error.stderr.splitlines()
+        line = next((line for line in lines if "error" in line), lines[0] if lines else error)
+        raise Eagle3Error(f"{named} cannot build them: {line}") from error
     except (OSError, RuntimeError) as error:  # RuntimeError: nobody knows the home folder
-        return f"they cannot be kept or loaded: {error}"
-    for name, handler in handlers.items():
-        jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(handler), platform="cpu")
-    return None
+        raise Eagle3Error(f"they cannot be kept or loaded: {error}") from error
 
 
-def _built(compiler: str) -> Path:
+def _library(compiler: list[str]) -> ctypes.CDLL:
     """The library for this compiler, processor, JAX and source."""
-    about = (compiler, *FLAGS, jax.__version__, platform.machine(), _processor(), SOURCE.read_text())
+    about = (*compiler, *FLAGS, jax.__version__, platform.machine(), _processor(), SOURCE.read_text())
     name = hashlib.sha256("\0".join(about).encode()).hexdigest()[:16]
-    library = user_cache() / "native" / f"kernels-{name}.so"
-    if library.exists():
-        return library
-    library.parent.mkdir(parents=True, exist_ok=True)
+    path = user_cache() / "native" / f"kernels-{name}.so"
+    if path.exists():
+        try:
+            return ctypes.CDLL(str(path))
+        except OSError:
+            log.info("%s cannot be loaded here and is built anew", path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    log.info("building the native kernels with %s, once", shlex.join(compiler))
     # Built beside its place: another process may be at the same, and none may load half of it.
-    with tempfile.TemporaryDirectory(dir=library.parent) as folder:
-        new = Path(folder) / library.name
-        command = [compiler, *FLAGS, f"-I{jax.ffi.include_dir()}", str(SOURCE), "-o", str(new)]
+    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+        new = Path(folder) / path.name
+        command = [*compiler, *FLAGS, f"-I{jax.ffi.include_dir()}", str(SOURCE), "-o", str(new)]
         subprocess.run(command, check=True, capture_output=True, text=True, timeout=SECONDS)
-        new.replace(library)
-    return library
+        new.replace(path)
+    return ctypes.CDLL(str(path))
 
 
 def _processor() -> str:

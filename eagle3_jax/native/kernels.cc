@@ -11,7 +11,9 @@
 #include <cstdint>
 #include <cstring>
 #include <functional>
+#include <limits>
 #include <memory>
+#include <new>
 #include <thread>
 #include <utility>
 #include <vector>
@@ -23,11 +25,12 @@ namespace {
 namespace ffi = xla::ffi;
 
 constexpr int kMaxRows = 16;
-constexpr float kMasked = -1e30f;
+constexpr float kMasked = -std::numeric_limits<float>::infinity();
 constexpr int kDeep = 8;
 constexpr int kLanes = 16;
 constexpr int64_t kAhead = 256;          // Numbers of each row that are fetched early.
-constexpr int64_t kLeastPart = 1 << 16;  // Numbers of the matrix for which waking another thread pays.
+constexpr int64_t kLeastPart = 1 << 16;  // Numbers for which waking another thread pays.
+constexpr int64_t kLeastDeep = 64;       // Rows of a part, lest its sums be as much to move as itself.
 
 typedef float Lanes __attribute__((vector_size(kLanes * sizeof(float)), aligned(alignof(float))));
 typedef uint32_t Bits __attribute__((vector_size(kLanes * sizeof(uint32_t))));
@@ -108,6 +111,8 @@ float* Scratch(int64_t size) {
   return memory.data();
 }
 
+ffi::Error OutOfMemory() { return ffi::Error(ffi::ErrorCode::kResourceExhausted, "no memory for a native kernel"); }
+
 // do_part(0) .. do_part(parts - 1) on this thread and those of the pool that come in time.
 template <typename F>
 void InParallel(ffi::ThreadPool& pool, int64_t parts, F do_part) {
@@ -132,7 +137,9 @@ void InParallel(ffi::ThreadPool& pool, int64_t parts, F do_part) {
 template <typename T>
 void Multiply(ffi::ThreadPool& pool, int64_t rows, const Product<T>& product, float* first) {
   static constexpr auto kAddUp = ByRows<T>(std::make_integer_sequence<int, kMaxRows>());
-  const int64_t most = std::min<int64_t>(pool.num_threads(), product.k * product.n / kLeastPart);
+  // The same for any number of rows, as are the bits then.
+  const int64_t worth = std::min(product.k / kLeastDeep, product.k * product.n / kLeastPart);
+  const int64_t most = std::min<int64_t>(pool.num_threads(), worth);
   const int64_t parts = std::max<int64_t>(most, 1), size = rows * product.n;
   const int64_t deep = ((product.k + parts - 1) / parts + kDeep - 1) / kDeep * kDeep;
   float* rest = Scratch((parts - 1) * size);
@@ -140,11 +147,15 @@ void Multiply(ffi::ThreadPool& pool, int64_t rows, const Product<T>& product, fl
     const int64_t begin = std::min(product.k, i * deep), end = std::min(product.k, begin + deep);
     add_up(product, begin, end, i ? rest + (i - 1) * size : first);
   });
-  for (int64_t i = 0; i < parts - 1; ++i)
-    for (int64_t j = 0; j < size; ++j) first[j] += rest[i * size + j];
+  const int64_t pieces = std::min(parts, (parts - 1) * size / kLeastPart + 1);
+  InParallel(pool, pieces, [=](int64_t piece) {
+    const int64_t begin = size * piece / pieces, end = size * (piece + 1) / pieces;
+    for (int64_t i = 0; i < parts - 1; ++i)
+      for (int64_t j = begin; j < end; ++j) first[j] += rest[i * size + j];
+  });
 }
 
-ffi::Error FewRows(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::AnyBuffer w, ffi::ResultBuffer<ffi::F32> y) {
+ffi::Error FewRows(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::AnyBuffer w, ffi::ResultBuffer<ffi::F32> y) try {
   const auto rows = x.dimensions(), matrix = w.dimensions(), result = y->dimensions();
   if (rows.size() != 2 || matrix.size() != 2 || result.size() != 2 || rows[0] < 1 || rows[0] > kMaxRows ||
       rows[1] != matrix[0] || result[0] != rows[0] || result[1] != matrix[1]) {
@@ -160,6 +171,8 @@ ffi::Error FewRows(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::AnyBuffer
     return ffi::Error::InvalidArgument("few_rows takes a matrix in float32 or bfloat16");
   }
   return ffi::Error::Success();
+} catch (const std::bad_alloc&) {
+  return OutOfMemory();
 }
 
 struct Attention {
@@ -170,6 +183,9 @@ struct Attention {
   float* y;                  // [B, T, N D]
   int64_t queries, heads, kv_heads, width, slots, blocks, block_size, window;
   float scale;
+
+  // Tokens in the cache. A row that has ended may be drafted for past its table; what it gets is not looked at.
+  int64_t Before(int64_t row) const { return std::clamp<int64_t>(start[row], 0, blocks * block_size); }
 };
 
 float Dot(const float* a, const float* b, int64_t width) {
@@ -208,7 +224,7 @@ inline float ExpOfNegative(float x) {
 // The queries of one row of the batch that share a key-value head; scores and weights are [T G, tokens].
 void AttendHead(const Attention& a, int64_t row, int64_t head, float* scores) {
   const int64_t group = a.heads / a.kv_heads, rows = a.queries * group;
-  const int64_t before = std::max<int64_t>(a.start[row], 0), tokens = before + a.queries;
+  const int64_t before = a.Before(row), tokens = before + a.queries;
   const int32_t* table = a.table + row * a.blocks;
   const auto place = [&](int64_t r) {
     return ((row * a.queries + r / group) * a.heads + head * group + r % group) * a.width;
@@ -251,7 +267,7 @@ void AttendHead(const Attention& a, int64_t row, int64_t head, float* scores) {
 ffi::Error FewQueries(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> q, ffi::Buffer<ffi::F32> k, ffi::Buffer<ffi::F32> v,
                       ffi::Buffer<ffi::F32> kept, ffi::Buffer<ffi::S32> table, ffi::Buffer<ffi::S32> start,
                       ffi::Buffer<ffi::PRED> visible, ffi::ResultBuffer<ffi::F32> y, float scale, int64_t block_size,
-                      int64_t window) {
+                      int64_t window) try {
   const auto queries = q.dimensions(), keys = k.dimensions(), pools = kept.dimensions(), tables = table.dimensions();
   if (queries.size() != 4 || keys.size() != 4 || pools.size() != 3 || tables.size() != 2 || !keys[2] ||
       queries[2] % keys[2] || pools[1] != keys[2] || pools[2] != 2 * queries[3] || keys[3] != queries[3] ||
@@ -262,7 +278,8 @@ ffi::Error FewQueries(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> q, ffi::Buffer
   const Attention attention{q.typed_data(), k.typed_data(), v.typed_data(), kept.typed_data(), table.typed_data(),
                             start.typed_data(), visible.typed_data(), y->typed_data(), queries[1], queries[2], keys[2],
                             queries[3], pools[0], tables[1], block_size, window, scale};
-  const int64_t longest = tables[1] * block_size + queries[1];
+  int64_t longest = 0;
+  for (int64_t row = 0; row < batch; ++row) longest = std::max(longest, attention.Before(row) + queries[1]);
   const int64_t size = queries[1] * (queries[2] / keys[2]) * longest;
   // Of all heads at once: a thread that takes a head may have come from another call that waits.
   float* scores = Scratch(batch * keys[2] * size);
@@ -270,6 +287,8 @@ ffi::Error FewQueries(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> q, ffi::Buffer
     AttendHead(attention, i / heads, i % heads, scores + i * size);
   });
   return ffi::Error::Success();
+} catch (const std::bad_alloc&) {
+  return OutOfMemory();
 }
 
 }  // namespace

@@ -17,8 +17,10 @@ _used = False
 
 
 def use(on: bool) -> None:
-    """Whether programs traced from now on call the kernel, which must be registered."""
+    """Whether programs call the kernel, which must be registered. All are traced anew where that changes."""
     global _used
+    if on != _used:
+        jax.clear_caches()
     _used = on
 
 

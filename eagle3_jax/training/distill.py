@@ -129,7 +129,8 @@ def distill(
 ) -> int:
     """Let the target write chats into token shards `out/chats-00000.npz`, ...
 
-    Run again after an interruption, it goes on behind the last whole shard.
+    Run again after an interruption, it goes on behind the last whole shard. Run again for more chats, it writes a last
+    shard that was not full anew.
 
     Args:
         target: the writer.
@@ -141,7 +142,7 @@ def distill(
             chat's number, and the target goes on. Its own turns alone are less varied than what people ask.
 
     Returns:
-        Chats in the folder. Those whose user turn came out empty are left out.
+        Chats in the folder. Those whose user turn came out empty are left out, as is a shard of nothing else.
 
     Raises:
         Eagle3Error: no chat template, chats longer than the context, or a folder of other settings.
@@ -171,18 +172,15 @@ def distill(
         check_vocabulary(np.asarray(turn, np.int64), target.model.config.vocab_size)
     folder = Path(out)
     with refusing_io(folder):
-        _claim(folder, target, config, openings)
+        known = _claim(folder, target, dataclasses.replace(config, chats=count), user_turns, openings)
     begins = range(0, count, config.batch_size)
-    shards = [folder / f"chats-{i:05d}.npz" for i in range(len(begins))]
-    missing = {
-        path: range(begin, min(begin + config.batch_size, count))
-        for path, begin in zip(shards, begins, strict=True)
-        if not path.exists()
-    }
-    with tqdm(total=count, unit="chat", disable=None) as bar:
+    shards = [folder / _shard(i) for i in range(len(begins))]
+    numbers = [range(begin, min(begin + config.batch_size, known)) for begin in begins]
+    missing = {path: part for path, part in zip(shards, numbers, strict=True) if not path.exists()}
+    with tqdm(total=sum(map(len, numbers)), unit="chat", disable=None) as bar:
         writer = _Writer(config, frame, target.eos_ids, user_turns, openings)
-        wanted = [number for numbers in missing.values() for number in numbers]
-        bar.update(count - len(wanted))
+        wanted = [number for part in missing.values() for number in part]
+        bar.update(bar.total - len(wanted))
         finished: dict[int, Chat | None] = {}
         for number, chat in _write_chats(target, writer, wanted) if wanted else ():
             finished[number] = chat
@@ -190,25 +188,55 @@ def distill(
             path = shards[number // config.batch_size]
             if all(number in finished for number in missing[path]):
                 chats = [finished.pop(number) for number in missing[path]]
-                write_shard(path, [chat for chat in chats if chat is not None], frame.header)
-    written = sum(map(count_chats, shards))
+                if said := [chat for chat in chats if chat is not None]:
+                    write_shard(path, said, frame.header)
+    written = sum(count_chats(path) for path in shards if path.exists())
     log.info("%s: %d chats", folder, written)
     return written
 
 
-def _claim(folder: Path, target: Target, config: DistillConfig, openings: Sequence[Sequence[int]] | None) -> None:
-    """Write down whose chats the folder holds; refuse a folder of others. More chats are welcome."""
+def _claim(
+    folder: Path,
+    target: Target,
+    config: DistillConfig,
+    user_turns: Sequence[Sequence[int]] | None,
+    openings: Sequence[Sequence[int]] | None,
+) -> int:
+    """Write down whose chats the folder holds; refuse a folder of others. More chats are welcome.
+
+    Returns:
+        The most chats that it was ever to hold, by which its shards are cut.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "distill.json"
+    theirs = read_json(path) if path.exists() else {}
+    before = theirs.get("chats", 0)
+    if not isinstance(before, int):
+        raise Eagle3Error(f"{path}: chats is {before!r}; a number is needed")
     about = {**dataclasses.asdict(config), "temperatures": list(config.temperatures), "target": target.name}
     if openings is not None:
-        words = json.dumps([list(map(int, opening)) for opening in openings])
-        about["openings"] = hashlib.sha256(words.encode()).hexdigest()[:16]
-    if path.exists():
-        theirs = read_json(path)
-        if changed := [k for k in {**about, **theirs} if k != "chats" and theirs.get(k) != about.get(k)]:
-            raise Eagle3Error(f"{folder} holds chats of other {', '.join(changed)}; name another folder")
+        about["openings"] = _digest(openings)
+    if user_turns is not None:
+        about["user_turns"] = _digest(user_turns[: before or config.chats])
+    if theirs and (changed := [k for k in {**about, **theirs} if k != "chats" and theirs.get(k) != about.get(k)]):
+        raise Eagle3Error(f"{folder} holds chats of other {', '.join(changed)}; name another folder")
+    if config.chats <= before:
+        return before
+    if before % config.batch_size:
+        (folder / _shard(before // config.batch_size)).unlink(missing_ok=True)
+    if user_turns is not None:
+        about["user_turns"] = _digest(user_turns[: config.chats])
     write_json_atomic(path, about)
+    return config.chats
+
+
+def _shard(number: int) -> str:
+    return f"chats-{number:05d}.npz"
+
+
+def _digest(turns: Sequence[Sequence[int]]) -> str:
+    words = json.dumps([list(map(int, turn)) for turn in turns])
+    return hashlib.sha256(words.encode()).hexdigest()[:16]
 
 
 @dataclasses.dataclass

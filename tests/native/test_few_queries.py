@@ -48,6 +48,8 @@ def attend(window: int | None, q: Any, k: Any, v: Any, pool: Any, table: Any, st
         return paged_attention(step)(q, k, v, pool, window=window)
 
     program = jax.jit(run)
+    if not isinstance(q, np.ndarray):
+        return program(q, k, v, pool, table, start)
     assert few_queries.TARGET in program.lower(q, k, v, pool, table, start).as_text()
     return program(q, k, v, pool, table, start)
 
@@ -75,6 +77,28 @@ def test_a_query_has_the_bits_it_has_alone(case: tuple) -> None:
         one = slice(t, t + 1)
         alone, pool = attend(case[-1], q[:, one], k[:, one], v[:, one], pool, table, start + np.int32(t))
         np.testing.assert_array_equal(together[:, one], alone)
+
+
+def test_a_row_past_its_table_is_one_that_fills_it() -> None:
+    q, k, v, pool, table, _ = given(CASES[3])
+    full = BLOCK * BLOCKS
+    wanted, _ = attend(None, q, k, v, pool, table, np.asarray((full, 40, full), np.int32))
+    ours, _ = attend(None, q, k, v, pool, table, np.asarray((full + 1, 40, 50 * full), np.int32))
+    np.testing.assert_array_equal(ours, wanted)
+
+
+def test_scores_of_minus_infinity_alone_give_no_number() -> None:
+    q, k, v, pool, table, start = given(CASES[1])
+    ours, _ = attend(None, np.full_like(q, 1e30), np.full_like(k, -1e30), v, pool, table, start * 0)
+    assert not np.any(np.isfinite(ours))
+
+
+def test_it_maps() -> None:
+    q, k, v, pool, table, start = given(CASES[1])
+    several = np.stack([q, 2 * q])
+    ours = jax.vmap(lambda q: attend(None, q, k, v, pool, table, start)[0])(several)
+    for one, got in zip(several, ours, strict=True):
+        np.testing.assert_array_equal(got, attend(None, one, k, v, pool, table, start)[0])
 
 
 def test_what_is_not_finite_spoils_only_the_queries_that_see_it() -> None:

@@ -1,7 +1,9 @@
 """The native kernel: right, the same alone and among others, and out of the way where it is not wanted."""
 
+import json
 import logging
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -10,9 +12,11 @@ import numpy as np
 import pytest
 import tiny
 from kernel import arrays, kernel  # noqa: F401 - a fixture
+from loading import TARGETS, draft, expected, target
 
-from eagle3_jax.checkpoint.drafts import Draft
-from eagle3_jax.cli import main
+from eagle3_jax.checkpoint.drafts import Draft, save_draft
+from eagle3_jax.cli import main, make_parser
+from eagle3_jax.commands.options import load_draft
 from eagle3_jax.decoding.loop import generate, speculative_generate
 from eagle3_jax.decoding.request import Chain, GenerationConfig
 from eagle3_jax.decoding.sampling import Sampling, row_keys
@@ -129,24 +133,25 @@ def test_decoding_with_it_gives_the_same_text() -> None:
 
 
 def refused(caplog: pytest.LogCaptureFixture) -> str:
-    build._registered.cache_clear()
     with caplog.at_level(logging.DEBUG, "eagle3_jax"):
         assert not build.use_native_kernels()
     assert not few_rows.in_use()
-    build._registered.cache_clear()
     return caplog.messages[-1]
 
 
 def test_where_it_cannot_be_had_the_log_says_why(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
+    build._register.cache_clear()
     assert "one CPU device, not" in refused(caplog)
     monkeypatch.setattr(few_rows, "suited", lambda: True)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("CXX", "no-such-compiler")
     assert "no C++ compiler no-such-compiler" in refused(caplog)
-    monkeypatch.setenv("CXX", "false")
-    assert "cannot build them" in refused(caplog)
+    script = tmp_path / "compiler.sh"
+    script.write_text("echo In file included from a.h: >&2\necho a.h:1: error: no such thing >&2\nexit 1\n")
+    monkeypatch.setenv("CXX", f"sh {script}")
+    assert f"sh {script} cannot build them: a.h:1: error: no such thing" in refused(caplog)
     assert not list(tmp_path.rglob("*.so"))
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
@@ -157,7 +162,6 @@ def test_where_it_cannot_be_had_the_log_says_why(
 def test_the_command_line_uses_it_while_a_verb_runs(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    build.use_native_kernels(False)
     seen = []
 
     def distill(args: Any) -> int:
@@ -167,7 +171,48 @@ def test_the_command_line_uses_it_while_a_verb_runs(
     monkeypatch.setattr("eagle3_jax.commands.distill.run", distill)
     line = ["distill", "--target", "anything", "--out", str(tmp_path)]
     assert main(line) == 0 and main([*line, "--no-native"]) == 0
-    assert seen == [True, False] and not few_rows.in_use()
+    assert seen == [True, False] and few_rows.in_use()
+    build.use_native_kernels(False)
+    assert main(line) == 0 and seen.pop() and not few_rows.in_use()
+    build.use_native_kernels()
     monkeypatch.setattr("eagle3_jax.commands.inspect.run", distill)
     assert main(["inspect", "anything"]) == 0 and seen == [True, False, False]
     assert capsys.readouterr().err == ""
+
+
+@pytest.mark.usefixtures("kernel")
+def test_a_verb_with_it_writes_what_it_writes_without(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder, one = TARGETS / "llama_tied", target("llama_tied")
+    save_draft(draft("a_safeailab"), tmp_path / "draft", dtype="bfloat16")
+    args = make_parser().parse_args(["generate", "--target", str(folder), "--prompt", "x"])
+    formats = {
+        weight.format for weight in named_weights(load_draft(args, str(tmp_path / "draft"), one).params).values()
+    }
+    assert formats >= {"bf16"}
+    (tmp_path / "ids.json").write_text(json.dumps(expected(folder)["greedy_prompt_ids"].tolist()))
+    line = ["generate", "--target", str(folder), "--draft", str(tmp_path / "draft"), "--json", "--max-new-tokens", "8"]
+    line += ["--prompt-ids", str(tmp_path / "ids.json")]
+    written = []
+    for flags in ([], ["--no-native"]):
+        assert main([*line, *flags]) == 0
+        report = json.loads(capsys.readouterr().out)
+        report.pop("stats")
+        written.append(report)
+    assert written[0] == written[1]
+
+
+def test_a_library_that_cannot_be_loaded_is_built_anew(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    script = tmp_path / "compiler.sh"
+    script.write_text('for last; do :; done\necho whole > "$last"\n')
+
+    def load(path: str) -> Path:
+        if not Path(path).stat().st_size:
+            raise OSError("file too short")
+        return Path(path)
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(build, "ctypes", SimpleNamespace(CDLL=load))
+    path = build._library(["sh", str(script)])
+    assert isinstance(path, Path)
+    path.write_bytes(b"")
+    assert build._library(["sh", str(script)]) == path and path.read_text() == "whole\n"

@@ -65,6 +65,38 @@ def test_it_goes_on_where_it_was_stopped(tmp_path: Path) -> None:
     assert same(read_chats(tmp_path), chats())
 
 
+def test_more_chats_fill_a_shard_that_was_not_full(tmp_path: Path) -> None:
+    for count in (30, 70):
+        assert (
+            distill(target(), tmp_path, dataclasses.replace(DISTILL, chats=count, batch_size=20), frame=FRAME) == count
+        )
+        assert same(read_chats(tmp_path), chats()[:count])
+    # Fewer chats leave whole what more of them began.
+    (tmp_path / "chats-00001.npz").unlink()
+    distill(target(), tmp_path, dataclasses.replace(DISTILL, chats=30, batch_size=20), frame=FRAME)
+    assert same(read_chats(tmp_path), chats()[:70])
+
+
+def test_a_shard_of_silence_is_left_out(tmp_path: Path) -> None:
+    config = dataclasses.replace(DISTILL, chats=3, batch_size=1)
+    turns = [[7, 8], [], [9]]
+    for _ in range(2):
+        assert distill(target(), tmp_path, config, turns, frame=FRAME) == 2
+    assert [chat.tokens[3 : 3 + n].tolist() for chat, n in zip(read_chats(tmp_path), (2, 1), strict=True)] == [
+        [7, 8],
+        [9],
+    ]
+
+
+def test_chats_behind_other_user_turns_are_refused(tmp_path: Path) -> None:
+    config = dataclasses.replace(DISTILL, chats=2)
+    distill(target(), tmp_path, config, [[7, 8], [9]], frame=FRAME)
+    for turns in ([[7, 8], [10]], [[7, 8]], None):
+        with pytest.raises(Eagle3Error, match="other user_turns"):
+            distill(target(), tmp_path, config, turns, frame=FRAME)
+    assert distill(target(), tmp_path, dataclasses.replace(DISTILL, chats=3), [[7, 8], [9], [10]], frame=FRAME) == 3
+
+
 def test_a_lost_shard_is_written_again(tmp_path: Path) -> None:
     config = dataclasses.replace(DISTILL, chats=60, batch_size=20)
     distill(target(), tmp_path, config, frame=FRAME)
