@@ -36,6 +36,7 @@ from eagle3_jax.training.loss import LossConfig, Metrics, ttt_loss
 log = logging.getLogger("eagle3_jax")
 
 
+SCHEDULES = ("cosine", "constant", "wsd")
 _RANGES = {
     **dict.fromkeys(("steps", "row_length", "save_every", "eval_every", "eval_rows"), (1, 2**31 - 1)),
     "batch_size": (1, 2**16),
@@ -45,6 +46,7 @@ _RANGES = {
     # RoPE's frequencies are powers of its base; the rest scales updates, which must stay finite and descend.
     "rope_theta": (1 + 1e-6, 1e30),
     "learning_rate": (0.0, 1e3),
+    "final_rate": (0.0, 1.0),
     "weight_decay": (0.0, 1e3),
     "clip": (1e-12, 1e12),
     "beta1": (0.0, 1 - 1e-6),
@@ -73,8 +75,10 @@ class TrainConfig:
         answers_only: learn the answers, not the turns before them too. Where the target wrote those, they are more
             of its text for the same work.
         optimizer: "adamw", or "muon" (matrices of the layer by Muon, the rest by AdamW).
-        learning_rate: its peak; after that it falls to a tenth by a cosine.
-        warmup: share of the steps in which the learning rate rises to its peak.
+        learning_rate: its peak. warmup: share of the steps in which the learning rate rises to its peak.
+        schedule: after that: "cosine" falls to `final_rate` by a cosine, "constant" stays, for another run to go on
+            from, "wsd" stays for four fifths of the steps and then falls in a line (arXiv 2404.06395).
+        final_rate: what is left of the peak at the end, as a share of it.
         beta1, beta2: AdamW's moments. weight_decay: of the optimiser. clip: largest gradient norm.
         seed: of the initial weights and the order of rows.
         save_every: steps between checkpoints. eval_every: steps between evaluations on held-out rows.
@@ -104,6 +108,8 @@ class TrainConfig:
     optimizer: str = "adamw"
     learning_rate: float = 2e-3
     warmup: float = 0.05
+    schedule: str = "cosine"
+    final_rate: float = 0.1
     beta1: float = 0.9
     beta2: float = 0.95
     weight_decay: float = 0.0
@@ -120,6 +126,8 @@ class TrainConfig:
                 raise Eagle3Error(f"{name} is {getattr(self, name)}; it must lie in [{low:g}, {high:g}]")
         if self.optimizer not in ("adamw", "muon"):
             raise Eagle3Error(f"optimizer {self.optimizer!r} is not known; use adamw or muon")
+        if self.schedule not in SCHEDULES:
+            raise Eagle3Error(f"schedule {self.schedule!r} is not known; use {' or '.join(SCHEDULES)}")
         if not 0 <= self.warmup < 1:
             raise Eagle3Error(f"warmup {self.warmup} is a share of the steps; it must lie in [0, 1)")
         self.loss_config()
@@ -143,16 +151,23 @@ class TrainState:
     optimizer: Any
 
 
-def make_optimizer(config: TrainConfig) -> optax.GradientTransformation:
-    """Clipping, then AdamW or Muon, with linear warm-up and cosine decay."""
+def learning_rates(config: TrainConfig) -> optax.Schedule:
+    """The learning rate of each step: a rise to the peak, then `config.schedule`."""
+    peak, last = config.learning_rate, config.learning_rate * config.final_rate
     warmup = max(int(config.steps * config.warmup), 1)
-    rate = optax.warmup_cosine_decay_schedule(
-        config.learning_rate / warmup,
-        config.learning_rate,
-        warmup,
-        max(config.steps, warmup + 1),
-        config.learning_rate / 10,
-    )
+    if config.schedule == "cosine":
+        steps = max(config.steps, warmup + 1)
+        return optax.warmup_cosine_decay_schedule(peak / warmup, peak, warmup, steps, last)
+    rise = optax.linear_schedule(peak / warmup, peak, warmup)
+    if config.schedule == "constant":
+        return rise
+    fall = max(min(config.steps // 5, config.steps - warmup), 1)
+    return optax.join_schedules([rise, optax.linear_schedule(peak, last, fall)], [config.steps - fall])
+
+
+def make_optimizer(config: TrainConfig) -> optax.GradientTransformation:
+    """Clipping, then AdamW or Muon at the rates of `learning_rates`."""
+    rate = learning_rates(config)
     if config.optimizer == "adamw":
         rule = optax.adamw(rate, config.beta1, config.beta2, weight_decay=config.weight_decay)
     else:

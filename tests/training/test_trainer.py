@@ -1,6 +1,7 @@
 """The trainer on a tiny target: it learns, resumes exactly, and keeps still what must not move."""
 
 import dataclasses
+import math
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from eagle3_jax.training.data import draft_vocabulary, pack, split
 from eagle3_jax.training.evaluate import evaluate_decoding
 from eagle3_jax.training.features import FeatureCache
 from eagle3_jax.training.initial import draft_config, init_draft
-from eagle3_jax.training.trainer import TrainConfig, Trainer, read_metrics, rows_of_step, train
+from eagle3_jax.training.trainer import TrainConfig, Trainer, learning_rates, read_metrics, rows_of_step, train
 
 CONFIG = TrainConfig(
     steps=6, batch_size=4, row_length=64, draft_vocab_size=48, save_every=2, eval_every=3, eval_rows=4
@@ -243,12 +244,26 @@ def test_a_layer_of_another_kind_is_taken_as_far_as_it_fits(name: str, attention
         ({"steps": 0}, "steps is 0"),
         ({"optimizer": "sgd"}, "'sgd'"),
         ({"warmup": 1.0}, "warmup"),
+        ({"schedule": "step"}, "'step' is not known; use cosine or constant or wsd"),
+        ({"final_rate": 1.5}, "final_rate is 1.5"),
         ({"ttt_steps": 0}, "0 training-time"),
     ],
 )
 def test_impossible_settings_are_refused(settings: dict[str, Any], words: str) -> None:
     with pytest.raises(Eagle3Error, match=words):
         TrainConfig(**settings)
+
+
+def test_learning_rates_rise_stay_and_fall() -> None:
+    def rates(schedule: str) -> list[float]:
+        config = TrainConfig(steps=20, learning_rate=0.4, warmup=0.2, schedule=schedule, final_rate=0.25)
+        return [round(float(learning_rates(config)(step)), 6) for step in range(21)]
+
+    rise = [0.1, 0.175, 0.25, 0.325]
+    assert rates("constant") == [*rise, *[0.4] * 17]
+    assert rates("wsd") == [*rise, *[0.4] * 13, 0.325, 0.25, 0.175, 0.1]
+    cosine = [0.1 + 0.3 * (1 + math.cos(math.pi * step / 16)) / 2 for step in range(17)]
+    assert rates("cosine") == pytest.approx([*rise, *cosine], abs=1e-6)
 
 
 @pytest.mark.parametrize("taps", [(), (3, 2), (2, 2), (2, 8), (-1, 2)])
